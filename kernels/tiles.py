@@ -1,0 +1,97 @@
+"""One ring step: which tiles of (query block, key block) are attended, and the two functions that attend them.
+
+Legend: b batch, s query tokens, t key tokens, h query heads, g key heads, d head size, m query blocks,
+n key blocks, c column slots; all of the local query shard and of the visiting key shard.
+"""
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from . import reference
+
+
+class Columns(NamedTuple):
+    """Key tokens attended one by one, on top of the tiles: the vertical lines of a mask.
+
+    index    int32 [b, h, c], local positions in the visiting key shard, ascending; slots past `count` are 0.
+             c is a multiple of 64
+    count    int32 [b, h]
+    limit    int32 [b, h, m], for every query block the columns that may be visible are slots 0 .. limit - 1
+    visible  int32 [b, h, m, c / 32], a bit per slot (slot 32 * w + i is bit i of word w): whether every row of the
+             query block attends the column. It does when the column lies in an earlier block and no tile of the
+             step covers it already; bits of slots past `limit` are 0.
+    """
+
+    index: torch.Tensor
+    count: torch.Tensor
+    limit: torch.Tensor
+    visible: torch.Tensor
+
+
+class Tiles(NamedTuple):
+    """What the local queries attend in the visiting key shard.
+
+    block_count  int32 [b, h, m], number of attended key blocks of every query block
+    block_index  int32 [b, h, m, n], their local ids in the first `block_count` slots, ascending; what the other
+                 slots hold is undefined
+    diagonal     bool, whether the key shard is the queries' own: then the tile (i, i) is masked causally inside
+                 and every other tile is attended whole
+    block_size   tokens of a block
+    columns      Columns or None
+    key_count    int32 [b, g, n] and
+    key_index    int32 [b, g, n, (h / g) * m], the same tiles listed by key block and key head, for dK and dV:
+                 an entry is (query head within its group) * m + query block, ascending. None in a forward.
+    """
+
+    block_count: torch.Tensor
+    block_index: torch.Tensor
+    diagonal: bool
+    block_size: int
+    columns: Columns | None = None
+    key_count: torch.Tensor | None = None
+    key_index: torch.Tensor | None = None
+
+
+BACKENDS = ("auto", "triton", "reference")
+_announced: set[str] = set()
+_log = logging.getLogger(__name__)
+
+
+def attend(query, key, value, tiles: Tiles, scale: float, *, backend: str = "auto"):
+    """Attention of the local queries over the visiting keys, by the kernel `backend`.
+
+    query [s, b, h, d], key and value [t, b, g, d] with s, t multiples of tiles.block_size and h a multiple of g.
+    Returns out [s, b, h, d] and lse [b, h, s] (natural logarithm), both float32 (float64 for float64 inputs); a
+    row that attends nothing in this step has out 0 and lse -inf. Raises ValueError for a backend that is unknown
+    or cannot run here.
+    """
+    return _kernels(backend, query).attend(query, key, value, tiles, scale)
+
+
+def attend_backward(grad_out, query, key, value, out, lse, tiles: Tiles, scale: float, *, delta=None, backend="auto"):
+    """Gradients of one ring step: (dq [s, b, h, d], dk, dv [t, b, g, d]), float32 (float64 for float64 inputs).
+
+    `out` and `lse` are those of the softmax over all ring steps. `delta` is row_delta(grad_out, out), [b, h, s],
+    for callers that run several steps; it is computed when missing.
+    """
+    kernels = _kernels(backend, query)
+    return kernels.attend_backward(grad_out, query, key, value, out, lse, tiles, scale, delta=delta)
+
+
+def _kernels(backend: str, query: torch.Tensor):
+    """The module that runs `backend`, announced the first time. Raises ValueError when it cannot run here."""
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
+    chosen = backend
+    if backend == "auto":
+        chosen = "triton" if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) else "reference"
+    if chosen not in _announced:
+        _announced.add(chosen)
+        _log.info("attention kernels: %s on %s, %s", chosen, query.device.type, query.dtype)
+    if chosen == "triton":
+        from . import block_sparse
+
+        return block_sparse
+    return reference

@@ -1,0 +1,101 @@
+"""Ring attention over a sparse index: the one autograd function.
+
+The query never moves. Keys and values visit; what is attended of them is a list of tiles; the results of the steps
+are merged in float32. In the backward the keys' gradients follow their shard home.
+"""
+
+import torch
+
+from .config import AttentionConfig
+from .index import SparseIndex, build_index
+from .kernels.merge import merge
+from .kernels.reference import row_delta
+from .kernels.tiles import attend, attend_backward
+from .layouts import Layout
+from .ring import Rings, bring_home, visit, world
+
+
+def sparse_ring_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    config: AttentionConfig,
+    layout: Layout,
+    rings: Rings,
+    layer: int = 0,
+    softmax_scale: float | None = None,
+    return_index: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, SparseIndex]:
+    """Attention of the whole sequence, computed by the ranks of `rings` together.
+
+    query [s, b, h, d], key and value [s, b, g, d] are this rank's shards in the order of `layout`, h a multiple of
+    g. `rings` are process groups, inner to outer; an empty list, or groups of one, is a single rank and runs the
+    same method. `layer` is zero-based in the whole model; softmax_scale defaults to d ** -0.5. Returns
+    [s, b, h, d] in the dtype of query, and the index when asked for it. Differentiable in query, key and value.
+    Raises ValueError when the shapes do not fit the layout, each other, or the method's settings.
+    """
+    _check(query, key, value, layout, rings)
+    scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    with torch.no_grad():
+        index = build_index(config, query, key, layout, rings, layer, softmax_scale=scale)
+    out = _RingAttention.apply(query, key, value, index, rings, scale, config.backend)
+    return (out, index) if return_index else out
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, index, rings, scale, backend):
+        key, value = key.contiguous(), value.contiguous()
+        out = lse = None
+        for source, (visiting_key, visiting_value) in visit((key, value), rings):
+            step = attend(query, visiting_key, visiting_value, index.tiles(source), scale, backend=backend)
+            if out is None:
+                out, lse = step
+            else:
+                merge(out, lse, *step)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.index, ctx.rings, ctx.scale, ctx.backend = index, rings, scale, backend
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        query, key, value, out, lse = ctx.saved_tensors
+        delta = row_delta(grad_out, out)
+        grad_query = None
+
+        def grad(source, shard):
+            nonlocal grad_query
+            tiles = ctx.index.tiles(source, by_key=True)
+            dq, dk, dv = attend_backward(
+                grad_out, query, *shard, out, lse, tiles, ctx.scale, delta=delta, backend=ctx.backend
+            )
+            grad_query = dq if grad_query is None else grad_query.add_(dq)
+            return dk, dv
+
+        grad_key, grad_value = bring_home((key, value), ctx.rings, grad)
+        grads = (tensor.to(query.dtype) for tensor in (grad_query, grad_key, grad_value))
+        return *grads, None, None, None, None
+
+
+def _check(query, key, value, layout: Layout, rings: Rings) -> None:
+    if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
+        raise ValueError(
+            f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} must be "
+            "[s, b, heads, d], key and value alike"
+        )
+    if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
+        raise ValueError(f"query {list(query.shape)} and key {list(key.shape)} differ in tokens, batch or head size")
+    if query.shape[2] % key.shape[2]:
+        raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} key heads")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(f"query, key, value are {query.dtype}, {key.dtype}, {value.dtype}; give them one dtype")
+    size = world(rings)[1]
+    if size != layout.world_size:
+        raise ValueError(f"the rings have {size} ranks; the layout is for {layout.world_size}")
+    if query.shape[0] != layout.local_tokens:
+        raise ValueError(
+            f"this rank's shard has {query.shape[0]} tokens; the layout ({layout.num_tokens} tokens on {size} ranks) "
+            f"gives {layout.local_tokens}"
+        )

@@ -1,0 +1,258 @@
+"""What to attend: AttentionConfig, one nested dataclass per method, read from YAML or a dict.
+
+A configuration is checked in full when it is made: whatever it holds can run.
+"""
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from .kernels.tiles import BACKENDS
+
+IMPLEMENTATIONS = ("zigzag", "stripe", "dr_stripe")
+PATTERNS = Path(__file__).parent / "patterns"
+SHIPPED = Path(__file__).parent / "train_attn_configs"
+
+
+class HeadPattern(NamedTuple):
+    """The budget of one head: a share of the probe mass and a cap, for columns and for slashes.
+
+    A fixed budget has share None: then exactly `cap` entries are taken.
+    """
+
+    vertical_share: float | None
+    vertical_cap: int
+    slash_share: float | None
+    slash_cap: int
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """Exact attention; it has no settings of its own."""
+
+
+@dataclass(frozen=True)
+class MinferConfig:
+    """Vertical-slash sparse attention: budgets per head and what is always attended.
+
+    pattern_config_name  stem of a shipped pattern file, or a path to a JSON file
+    last_q               tokens at the end of the sequence whose attention ranks columns and slashes
+    sink_tokens          first tokens of the sequence, always attended
+    local_window         distances 0 .. local_window - 1, in tokens, always attended
+    """
+
+    pattern_config_name: str
+    last_q: int = 64
+    sink_tokens: int = 30
+    local_window: int = 100
+
+    def __post_init__(self):
+        if not isinstance(self.pattern_config_name, str):
+            raise ValueError(f"pattern_config_name {self.pattern_config_name!r} is not a name or a path")
+        for name, least in (("last_q", 1), ("sink_tokens", 0), ("local_window", 0)):
+            _check_int(name, getattr(self, name), least)
+        load_pattern(self.pattern_config_name)
+
+    @property
+    def pattern(self) -> tuple[tuple[HeadPattern, ...], ...]:
+        """Budgets by layer and query head of the whole model."""
+        return load_pattern(self.pattern_config_name)
+
+
+METHODS: dict[str, type] = {
+    "dense": DenseConfig,
+    "zigzag_ring": DenseConfig,
+    "stripe_ring": DenseConfig,
+    "minfer": MinferConfig,
+}
+ATTN_TYPES = tuple(METHODS)
+_FIXED_LAYOUT = {"zigzag_ring": "zigzag", "stripe_ring": "stripe"}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """One attention method on one layout.
+
+    attn_type       one of ATTN_TYPES
+    implementation  zigzag, stripe or dr_stripe (stripe layout on a two-level ring)
+    block_size      tokens of a block: the unit of the layout and of the sparse index
+    backend         kernels that run it: auto, or a name that must be able to run
+    head_offset     first query head of this rank in the whole model (tensor parallelism)
+    method          the method's own settings
+    """
+
+    attn_type: str
+    implementation: str = "stripe"
+    block_size: int = 128
+    backend: str = "auto"
+    head_offset: int = 0
+    method: Any = field(default_factory=DenseConfig)
+
+    def __post_init__(self):
+        _check_choice("attn_type", self.attn_type, ATTN_TYPES)
+        _check_choice("implementation", self.implementation, IMPLEMENTATIONS)
+        _check_choice("backend", self.backend, BACKENDS)
+        _check_int("block_size", self.block_size, 1)
+        _check_int("head_offset", self.head_offset, 0)
+        needed = _FIXED_LAYOUT.get(self.attn_type, self.implementation)
+        if self.implementation != needed:
+            raise ValueError(
+                f"implementation {self.implementation!r} does not fit attn_type {self.attn_type!r}, which is "
+                f"{needed} by definition; leave it out, or use attn_type dense"
+            )
+        if not isinstance(self.method, METHODS[self.attn_type]):
+            raise ValueError(
+                f"attn_type {self.attn_type!r} needs {METHODS[self.attn_type].__name__}; got {self.method!r}"
+            )
+
+    @property
+    def layout(self) -> str:
+        """Name of the layout, for make_layout."""
+        return "zigzag" if self.implementation == "zigzag" else "stripe"
+
+    @property
+    def two_level(self) -> bool:
+        """Whether the ring is a ring of rings (inner: ranks of one node, outer: across nodes)."""
+        return self.implementation == "dr_stripe"
+
+    @classmethod
+    def from_dict(cls, attn_type: str, fields: dict[str, Any] | None = None) -> "AttentionConfig":
+        """The configuration with the given YAML fields. Raises ValueError for unknown fields or values."""
+        _check_choice("attn_type", attn_type, ATTN_TYPES)
+        given = dict(fields or {})
+        own = {name: given.pop(name) for name in ("implementation", "block_size", "backend") if name in given}
+        own.setdefault("implementation", _FIXED_LAYOUT.get(attn_type, "stripe"))
+        return cls(attn_type=attn_type, method=_method(attn_type, given), **own)
+
+    @classmethod
+    def from_yaml(cls, attn_type: str, path_or_name: str | Path | None = None) -> "AttentionConfig":
+        """The configuration in a YAML file: a path, the name of a shipped file, or None for the defaults."""
+        if path_or_name is None:
+            return cls.from_dict(attn_type)
+        path = _find(path_or_name, SHIPPED, ".yaml", "train-attn-config")
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
+        if content is None:
+            content = {}
+        if not isinstance(content, dict):
+            raise ValueError(f"{path} must hold `name: value` lines; it holds a {type(content).__name__}")
+        try:
+            return cls.from_dict(attn_type, content)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def to_yaml(self) -> str:
+        """The YAML text that from_yaml reads back to this configuration (head_offset, a rank's own, is left out)."""
+        own = {name: getattr(self, name) for name in ("implementation", "block_size", "backend")}
+        own |= {item.name: getattr(self.method, item.name) for item in fields(self.method)}
+        return yaml.safe_dump(own, sort_keys=False)
+
+    def with_heads(self, head_offset: int) -> "AttentionConfig":
+        """The same configuration for the query heads from `head_offset` on."""
+        return replace(self, head_offset=head_offset)
+
+    def check_model(self, *, num_layers: int, num_heads: int) -> None:
+        """Raises ValueError when the pattern file has no budget for one of the model's layers or query heads."""
+        if self.attn_type != "minfer":
+            return
+        name, pattern = self.method.pattern_config_name, self.method.pattern
+        if len(pattern) < num_layers:
+            raise ValueError(f"pattern {name} has {len(pattern)} layers; the model has {num_layers}. {_WAY_OUT}")
+        heads = min(len(layer) for layer in pattern)
+        if heads < num_heads:
+            raise ValueError(f"pattern {name} has {heads} heads a layer; the model has {num_heads}. {_WAY_OUT}")
+
+
+_WAY_OUT = "Give the pattern file of this model as pattern_config_name"
+
+
+def _method(attn_type: str, given: dict[str, Any]):
+    kind = METHODS[attn_type]
+    allowed = [item.name for item in fields(kind)]
+    unknown = [name for name in given if name not in allowed]
+    if unknown:
+        everything = ["implementation", "block_size", "backend", *allowed]
+        raise ValueError(
+            f"unknown field {unknown[0]!r} for attn_type {attn_type}; allowed: {', '.join(everything)}"
+        )
+    if attn_type == "minfer" and "pattern_config_name" not in given:
+        raise ValueError(
+            f"attn_type minfer needs pattern_config_name, the name of a pattern file: {', '.join(shipped_patterns())}"
+        )
+    return kind(**given)
+
+
+def shipped_patterns() -> list[str]:
+    """Names of the pattern files that come with the package."""
+    return sorted(path.stem for path in PATTERNS.glob("*.json"))
+
+
+@lru_cache(maxsize=64)
+def load_pattern(name: str) -> tuple[tuple[HeadPattern, ...], ...]:
+    """The budgets of a pattern file by layer and query head. Raises ValueError for whatever it cannot mean."""
+    path = _find(name, PATTERNS, ".json", "pattern_config_name")
+    try:
+        layers = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not readable JSON: {error}") from None
+    if not isinstance(layers, list) or not layers:
+        raise ValueError(f"{path} must hold a list with one object per layer")
+    return tuple(_layer_pattern(path, number, layer) for number, layer in enumerate(layers))
+
+
+def _layer_pattern(path: Path, number: int, layer) -> tuple[HeadPattern, ...]:
+    if not isinstance(layer, dict) or sorted(layer) != sorted(str(head) for head in range(len(layer))):
+        raise ValueError(f"{path}, layer {number}: expected an object with a key per head, '0', '1', ...")
+    return tuple(_head_pattern(f"{path}, layer {number}, head {h}", layer[str(h)]) for h in range(len(layer)))
+
+
+def _head_pattern(where: str, entry) -> HeadPattern:
+    if not isinstance(entry, list) or not 3 <= len(entry) <= 4:
+        raise ValueError(f"{where}: expected [name, vertical, slash, score]; got {entry!r}")
+    name, vertical, slash = entry[:3]
+    if name == "vertical_and_slash":
+        for budget in (vertical, slash):
+            _check_int(f"{where}: fixed budget", budget, 0)
+        return HeadPattern(None, vertical, None, slash)
+    if name == "flex_vertical_and_slash":
+        for budget in (vertical, slash):
+            _check_flex(where, budget)
+        return HeadPattern(float(vertical[0]), vertical[1], float(slash[0]), slash[1])
+    raise ValueError(f"{where}: unknown pattern {name!r}; allowed: vertical_and_slash, flex_vertical_and_slash")
+
+
+def _check_flex(where: str, budget) -> None:
+    if not isinstance(budget, list) or len(budget) != 2:
+        raise ValueError(f"{where}: a flex budget is [share, cap]; got {budget!r}")
+    share, cap = budget
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"{where}: share {share!r} must be a number from 0 to 1")
+    _check_int(f"{where}: cap", cap, 0)
+
+
+def _find(name: str | Path, folder: Path, suffix: str, what: str) -> Path:
+    """`name` as a path, else as the name of a file in `folder`."""
+    candidates = [Path(name)]
+    if Path(name).name == str(name):
+        candidates.append(folder / f"{str(name).removesuffix(suffix)}{suffix}")
+    for path in candidates:
+        if path.is_file():
+            return path
+    shipped = sorted(path.stem for path in folder.glob(f"*{suffix}"))
+    raise ValueError(f"{what} {str(name)!r} is neither a file nor a shipped name; shipped: {', '.join(shipped)}")
+
+
+def _check_int(name: str, value, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} {value!r} must be a whole number of at least {least}")
+
+
+def _check_choice(name: str, value, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(allowed)}")

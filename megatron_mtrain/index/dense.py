@@ -1,0 +1,45 @@
+"""Exact causal attention in the same terms as the sparse methods: every tile that is not in the future."""
+
+from dataclasses import dataclass
+
+import torch
+
+from ..kernels.tile_lists import list_by_key, list_by_query
+from ..kernels.tiles import Tiles
+from .sparse_index import SparseIndex, causal_mask
+
+
+@dataclass(frozen=True)
+class DenseIndex(SparseIndex):
+    """All pairs u <= t, for batch size `batch`, `heads` query heads and `groups` key heads."""
+
+    batch: int
+    heads: int
+    groups: int
+    device: torch.device
+
+    def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
+        mask = self.block_distance(source, self.device) >= 0
+        count, index = list_by_query(mask)
+        full = Tiles(
+            block_count=count.expand(self.batch, self.heads, -1),
+            block_index=index.expand(self.batch, self.heads, -1, -1),
+            diagonal=source == self.rank,
+            block_size=self.layout.block_size,
+        )
+        if not by_key:
+            return full
+        group = mask.expand(1, self.heads // self.groups, -1, -1)
+        key_count, key_index = list_by_key(group, 1)
+        return full._replace(
+            key_count=key_count.expand(self.batch, self.groups, -1),
+            key_index=key_index.expand(self.batch, self.groups, -1, -1),
+        )
+
+    def dense_mask(self) -> torch.Tensor:
+        return causal_mask(self.layout.num_tokens, self.device).expand(self.batch, self.heads, -1, -1)
+
+
+def build(config, query, key, layout, rings, rank, **_) -> DenseIndex:
+    """The dense index; the contents of query and key do not matter."""
+    return DenseIndex(layout, rank, query.shape[1], query.shape[2], key.shape[2], query.device)

@@ -1,0 +1,163 @@
+"""MInference's vertical-slash pattern, per batch: a few key columns and a few diagonals carry most of the mass.
+
+The last queries of the sequence probe all keys. Columns (keys that all of them look at) and slashes (distances at
+which all of them look) are ranked by their mean probability and kept by budget, per query head.
+
+Reference: MInference (arXiv 2407.02490), MTraining (arXiv 2510.18830).
+
+Legend: N tokens, s of them local, G block size, M = N / G blocks, q probe rows, b batch, h query heads, g key heads.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ..kernels.probe_scores import log_mass, probe_scores
+from ..kernels.tile_lists import list_by_key, list_by_query, list_columns
+from ..kernels.tiles import Tiles
+from ..layouts import Layout
+from ..ring import all_gather, all_reduce
+from .sparse_index import SparseIndex, causal_mask
+
+
+@dataclass(frozen=True)
+class VerticalSlashIndex(SparseIndex):
+    """attended(t, u) = u <= t and (slash_on[t // G - u // G] or vertical[u]), per batch entry and query head.
+
+    slash_on  bool [b, h, M], by block distance; distance 0 is always on
+    vertical  bool [b, h, N], by global position
+    groups    key heads; slots, the most columns that a head can have
+
+    Block distance 1 on and column 0 selected, M = 4:      # tile, | column in a tile that is off
+
+        #
+        ##
+        |##
+        | ##
+    """
+
+    slash_on: torch.Tensor
+    vertical: torch.Tensor
+    groups: int
+    slots: int
+
+    def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
+        device, size = self.slash_on.device, self.layout.block_size
+        distance = self.block_distance(source, device)
+        mask = self.slash_on[:, :, distance.clamp(min=0)] & (distance >= 0)
+        count, index = list_by_query(mask)
+        key_count, key_index = list_by_key(mask, self.groups) if by_key else (None, None)
+        columns = list_columns(
+            self.vertical[:, :, self.layout.positions(source, device)],
+            mask,
+            (distance > 0).sum(-1),
+            size,
+            min(self.slots, self.layout.local_tokens),
+        )
+        return Tiles(count, index, source == self.rank, size, columns, key_count, key_index)
+
+    def dense_mask(self) -> torch.Tensor:
+        size, num_tokens = self.layout.block_size, self.layout.num_tokens
+        block = torch.arange(num_tokens, device=self.vertical.device) // size
+        distance = (block[:, None] - block).clamp(min=0)
+        attended = self.slash_on[:, :, distance] | self.vertical[:, :, None]
+        return attended & causal_mask(num_tokens, attended.device)
+
+
+def build(config, query, key, layout, rings, *, rank: int, layer: int, scale: float) -> VerticalSlashIndex:
+    """Probes the keys with the last queries and selects columns and slashes by each head's budget.
+
+    Raises ValueError when the pattern has no budget for this layer or these heads.
+    """
+    method, heads = config.method, query.shape[2]
+    budgets = _budgets(method.pattern_config_name, method.pattern, layer, config.head_offset, heads, query.device)
+    probes = min(method.last_q, layout.num_tokens)
+    probe = _gather_probe(query, layout, rings, rank, probes)
+    positions = layout.positions(rank, query.device)
+    first = layout.num_tokens - probes
+    lse = torch.logsumexp(all_gather(log_mass(probe, key, positions, first, scale), rings), 0)
+    vertical, slash = probe_scores(probe, key, positions, first, lse, scale, layout.num_tokens)
+    vertical = layout.unshard(list(all_gather(vertical, rings)), -1)
+    slash = all_reduce(slash, rings)
+
+    columns = select(vertical, budgets.vertical_share, budgets.vertical_cap)
+    columns[..., : method.sink_tokens] = True
+    distances = select(slash, budgets.slash_share, budgets.slash_cap)
+    distances[..., : method.local_window] = True
+    slots = min(budgets.most_columns + method.sink_tokens, layout.num_tokens)
+    on = block_distances(distances, layout.block_size)
+    return VerticalSlashIndex(layout, rank, on, columns, key.shape[2], slots)
+
+
+def select(scores, share, cap) -> torch.Tensor:
+    """The highest scores of every row: bool, shaped like `scores` [b, h, N].
+
+    Descending, ties to the lower position, an entry is kept while the mass before it is below share [h] (so the one
+    that crosses it is kept) and fewer than cap [h] are kept. The mass is summed in float64.
+    """
+    ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
+    before = ranked.double().cumsum(-1) - ranked
+    place = torch.arange(scores.shape[-1], device=scores.device)
+    keep = (before < share[:, None]) & (place < cap[:, None])
+    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, keep)
+
+
+def block_distances(distances, block_size: int) -> torch.Tensor:
+    """Block distances that the token distances touch, floor and ceil of distance / G: bool [.., N] to [.., M]."""
+    floor = distances.unflatten(-1, (-1, block_size)).any(-1)
+    shifted = torch.nn.functional.pad(distances[..., 1:], (0, 1)).unflatten(-1, (-1, block_size)).any(-1)
+    on = floor | torch.nn.functional.pad(shifted[..., :-1], (1, 0))
+    on[..., 0] = True
+    return on
+
+
+@dataclass(frozen=True)
+class _Budgets:
+    """A layer's budgets of the local heads, on the device: shares float64 [h] (inf: fixed), caps int64 [h]."""
+
+    vertical_share: torch.Tensor
+    vertical_cap: torch.Tensor
+    slash_share: torch.Tensor
+    slash_cap: torch.Tensor
+    most_columns: int
+
+
+@lru_cache(maxsize=4096)
+def _budgets(name, pattern, layer: int, head_offset: int, heads: int, device) -> _Budgets:
+    if layer >= len(pattern) or head_offset + heads > len(pattern[layer]):
+        raise ValueError(
+            f"pattern {name} has {len(pattern)} layers of {len(pattern[0])} heads; layer {layer}, heads "
+            f"{head_offset} .. {head_offset + heads - 1} were asked for. Give the pattern file of this model"
+        )
+    rows = pattern[layer][head_offset : head_offset + heads]
+
+    def shares(values):
+        filled = [float("inf") if value is None else value for value in values]
+        return torch.tensor(filled, dtype=torch.float64, device=device)
+
+    return _Budgets(
+        shares([row.vertical_share for row in rows]),
+        torch.tensor([row.vertical_cap for row in rows], device=device),
+        shares([row.slash_share for row in rows]),
+        torch.tensor([row.slash_cap for row in rows], device=device),
+        max(row.vertical_cap for row in rows),
+    )
+
+
+def _gather_probe(query, layout: Layout, rings, rank: int, probes: int) -> torch.Tensor:
+    """The last `probes` queries of the sequence on every rank: [q, b, h, d].
+
+    Every rank fills in the rows it holds and the sum completes them, exactly: all other terms are zero.
+    """
+    rows, places = _probe_rows(layout, rank, probes, query.device)
+    probe = query.new_zeros(probes, *query.shape[1:])
+    probe[places] = query[rows]
+    return all_reduce(probe, rings)
+
+
+@lru_cache(maxsize=256)
+def _probe_rows(layout: Layout, rank: int, probes: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    places = layout.positions(rank) - (layout.num_tokens - probes)
+    rows = (places >= 0).nonzero()[:, 0]
+    return rows.to(device), places[rows].to(device)

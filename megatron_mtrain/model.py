@@ -1,0 +1,116 @@
+"""The model: Megatron's own GPT layer spec with its core_attention replaced by SparseRingAttention.
+
+Used by pretrain_qwen.py, by a Megatron-Bridge provider (`transformer_layer_spec=partial(layer_spec, attention=...)`) and by
+stock Megatron (`--spec megatron_mtrain.model layer_spec`). Stock Megatron deals tokens in zigzag order and has no flag for
+a method, so there the spec is exact attention on the zigzag layout.
+"""
+
+import copy
+import dataclasses
+import functools
+
+import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.training.models.gpt import default_layer_spec
+
+from .config import AttentionConfig
+from .core_attention import SparseRingAttention
+from .rope import use_layout_positions
+
+
+def use_sparse_attention(model_config, attention: AttentionConfig) -> None:
+    """Makes the model of a Megatron GPTModelConfig run `attention`, with rotary positions that follow its layout.
+
+    The batch has to be in the same order: see batch.py.
+    """
+    attention.check_model(
+        num_layers=model_config.transformer.num_layers, num_heads=model_config.transformer.num_attention_heads
+    )
+    model_config.transformer_layer_spec = functools.partial(layer_spec, attention=attention)
+    model_config.pre_wrap_hooks.append(functools.partial(use_layout_positions, attention=attention))
+
+
+def layer_spec(cfg, vp_stage: int | None = None, *, attention: AttentionConfig | None = None):
+    """Megatron's layer spec for `cfg` (GPTModelConfig, or a TransformerConfig) with sparse ring attention in it.
+
+    Transformer Engine layers when it is installed and a GPU is there, Megatron's local layers otherwise; both have
+    the same checkpoint keys. Without `attention`: exact attention in the zigzag order of stock Megatron.
+    """
+    attention = attention or AttentionConfig.from_dict("zigzag_ring")
+    transformer = getattr(cfg, "transformer", cfg)
+    if not (HAVE_TE and torch.cuda.is_available()):
+        transformer.transformer_impl = "local"
+    spec = default_layer_spec(cfg, vp_stage) if transformer is not cfg else _plain_layer_spec(transformer)
+    if transformer.transformer_impl == "local" and transformer.normalization == "RMSNorm":
+        spec = _local_block_spec(spec, transformer, vp_stage)
+    return replace_core_attention(spec, attention)
+
+
+def replace_core_attention(spec, attention: AttentionConfig):
+    """A copy of a layer spec, block spec or hybrid stack spec whose self attention runs `attention`.
+
+    Raises ValueError when there is no core_attention in it to replace.
+    """
+    spec = copy.deepcopy(spec)
+    if not _replace(spec, ModuleSpec(module=SparseRingAttention, params={"attention": attention})):
+        raise ValueError(f"no core_attention to replace in {spec!r}; give a spec with self-attention layers")
+    return spec
+
+
+def _replace(node, replacement: ModuleSpec) -> int:
+    """Replaces every plain core_attention below `node`, in place; returns how many."""
+    if isinstance(node, functools.partial):
+        return _replace(node.keywords.get("submodules"), replacement)
+    if isinstance(node, list | tuple):
+        return sum(_replace(child, replacement) for child in {id(child): child for child in node}.values())
+    if not dataclasses.is_dataclass(node) or isinstance(node, type):
+        return 0
+    if isinstance(node, ModuleSpec):
+        return _replace(node.submodules, replacement)
+    if hasattr(node, "core_attention"):
+        # Latent attention has another contract: its keys and values differ in size.
+        if hasattr(node, "linear_qkv"):
+            node.core_attention = replacement
+            return 1
+        return 0
+    return sum(_replace(getattr(node, field.name), replacement) for field in dataclasses.fields(node))
+
+
+def _plain_layer_spec(transformer) -> ModuleSpec:
+    if transformer.transformer_impl == "transformer_engine":
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=transformer.qk_layernorm)
+    return get_gpt_layer_local_spec(
+        qk_layernorm=transformer.qk_layernorm, normalization=transformer.normalization
+    )
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm for Megatron's local layers, with sequence parallelism, which Megatron's own wrapper refuses.
+
+    Each tensor-parallel rank normalises its own tokens, so the gradient of the weight has to be summed over ranks;
+    Megatron does that for parameters that carry `sequence_parallel`.
+    """
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_unused):
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def _local_block_spec(spec, transformer, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The local layer spec as a block spec, the only place where the final norm can be named."""
+    if isinstance(spec, TransformerBlockSubmodules):
+        layers = spec.layer_specs
+    else:
+        layers = [spec] * get_num_layers_to_build(transformer, vp_stage)
+    for layer in layers:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        if transformer.qk_layernorm:
+            attention = layer.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
