@@ -1,0 +1,81 @@
+"""The Triton backend of a ring step: checks, the gathered columns, and the kernels in their order.
+
+Portable: tensor descriptors are TMA loads on Hopper and later and plain loads elsewhere, and Triton's interpreter runs
+all of it on a CPU.
+
+Legend: as in tiles.py.
+"""
+
+import torch
+
+from . import block_sparse, vertical
+from .reference import block_mask
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+HEAD_DIMS = (16, 32, 64, 128)
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+def attend(query, key, value, tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """out float32 [s, b, h, d] and lse float32 [b, h, s] of one ring step; see tiles.attend.
+
+    Raises ValueError for shapes or dtypes that the kernels do not have.
+    """
+    _check(query, key, tiles, scale)
+    query, key, value = (x.contiguous() for x in (query, key, value))
+    if tiles.columns is not None:
+        key, value = (vertical.gather_columns(x, tiles.columns, query.shape[2]) for x in (key, value))
+    return block_sparse.forward(query, key, value, tiles, scale)
+
+
+def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, delta=None):
+    """(dq [s, b, h, d], dk, dv [t, b, g, d]) in float32 of one ring step; see tiles.attend_backward.
+
+    grad_out is rounded to the dtype of query. Raises ValueError as `attend` does.
+    """
+    _check(query, key, tiles, scale)
+    grad_out, query, key, value = (x.to(query.dtype).contiguous() for x in (grad_out, query, key, value))
+    if delta is None:
+        delta = block_sparse.row_delta(grad_out, out.contiguous())
+    lse, delta = block_sparse.base_2(lse).contiguous(), delta.contiguous()
+    if tiles.key_count is None:
+        tiles = with_key_lists(tiles, key.shape[2])
+    dkey, dvalue = block_sparse.backward_key(grad_out, query, key, value, lse, delta, tiles, scale)
+    keys, values = key, value
+    if tiles.columns is not None:
+        keys, values = (vertical.gather_columns(x, tiles.columns, query.shape[2]) for x in (key, value))
+        vertical.add_column_gradients(dkey, dvalue, grad_out, query, (keys, values), (lse, delta), tiles, scale)
+    dquery = block_sparse.backward_query(grad_out, query, keys, values, lse, delta, tiles, scale)
+    return dquery, dkey, dvalue
+
+
+def with_key_lists(tiles, groups: int):
+    """`tiles` with its lists by key block and key head, for callers that have only those by query block.
+
+    Works for any lists, through a mask [b, h, m, n]; an index that knows its structure writes them faster.
+    """
+    mask = block_mask(tiles)
+    b, h, m, n = mask.shape
+    by_key = mask.view(b, groups, -1, n).mT.contiguous()
+    place = by_key.cumsum(-1, dtype=torch.int32)
+    entries = by_key.shape[-1]
+    index = torch.empty(b, groups, n, entries + 1, dtype=torch.int32, device=mask.device)
+    ids = torch.arange(entries, dtype=torch.int32, device=mask.device).expand_as(place)
+    index.scatter_(-1, torch.where(by_key, place - 1, entries).long(), ids)
+    return tiles._replace(key_count=place[..., -1].contiguous(), key_index=index[..., :entries].contiguous())
+
+
+def _check(query, key, tiles, scale: float) -> None:
+    (s, _, h, d), (t, _, g, _), size = query.shape, key.shape, tiles.block_size
+    if query.dtype not in DTYPES or d not in HEAD_DIMS:
+        raise ValueError(
+            f"the Triton kernels take float16, bfloat16 or float32 and head sizes {HEAD_DIMS}, "
+            f"not {query.dtype} and {d}; the reference backend takes any"
+        )
+    if size not in BLOCK_SIZES or s % size or t % size:
+        raise ValueError(
+            f"{s} query and {t} key tokens in blocks of {size}: the Triton kernels need whole blocks "
+            f"of a size out of {BLOCK_SIZES}"
+        )
+    if h % g or scale <= 0:
+        raise ValueError(f"{h} query heads must be a multiple of {g} key heads, and the scale {scale} positive")

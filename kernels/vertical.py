@@ -1,0 +1,136 @@
+"""Columns: key tokens that are attended one by one, gathered into dense tiles (the vertical lines of a mask).
+
+The keys of the columns of query head j of a group lie behind the shard's keys as the rows t + j * c + slot, so that
+the kernels over query blocks (block_sparse.py) walk them as further tiles. Their dK and dV come from a pass of its own
+over (tile of columns, chunk of query blocks), whose float32 parts are then summed over chunks and over the heads of the
+group in a fixed order, key token by key token, through the inverse of the column list: no atomics.
+
+Legend: as in block_sparse.py; COLUMNS a tile's slots, `tiles` c / COLUMNS of them.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .block_sparse import BACKWARD_KEY, LOG2_E, _seen, _words, dkey_step, fit, matrix, vector
+
+# Programs to aim for when the query blocks are cut into chunks, about half of which lie before their columns and stop
+# at once: 264 run at a time on an H200, and fewer than 8 rounds leave it waiting for the last.
+PROGRAMS = 4096
+SMALLEST_CHUNK = 16  # query blocks; the parts of shorter chunks cost more to write and sum than they win
+
+
+@triton.jit
+def dcolumn_kernel(query, keys, values, grad_out, lse, delta, dkeys, dvalues, first_block, visible, qk_scale, scale, m,
+                   chunk, c, batched_heads, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+                   ROWS: tl.constexpr, TILE: tl.constexpr):
+    parts: tl.constexpr = BLOCK // ROWS
+    tile = tl.program_id(0)
+    query_head = tl.program_id(1)
+    begin = tl.program_id(2) * chunk
+    end = tl.minimum(begin + chunk, m)
+    begin = tl.maximum(begin, tl.load(first_block + query_head * tl.num_programs(0) + tile))
+    if begin < end:
+        key_head = query_head // GROUP
+        at = query_head % GROUP * c + tile * TILE
+        k = keys.load([at, key_head * D])
+        v = values.load([at, key_head * D])
+        dk = tl.zeros([TILE, D], tl.float32)
+        dv = tl.zeros([TILE, D], tl.float32)
+        words = visible + (query_head * m).to(tl.int64) * (c // 32)
+        low, high = _words(words + begin.to(tl.int64) * (c // 32), tile * TILE, True, TILE)
+        for step in range(begin * parts, end * parts):
+            block = (step + 1) // parts
+            next_low, next_high = _words(words + block.to(tl.int64) * (c // 32), tile * TILE, block < end, TILE)
+            row = step * ROWS
+            q = query.load([row, query_head * D])
+            do = grad_out.load([row, query_head * D])
+            row_lse = lse.load([query_head * (m * BLOCK) + row])
+            row_delta = delta.load([query_head * (m * BLOCK) + row])
+            scores = tl.dot(k, q.T, input_precision="ieee")
+            p = tl.exp2(scores * qk_scale - row_lse[None, :])
+            p = tl.where(_seen(low, high, TILE)[:, None], p, 0.0)
+            dk, dv = dkey_step(p, q, k, v, do, row_delta, dk, dv)
+            low, high = next_low, next_high
+        row = (tl.program_id(2) * batched_heads + query_head).to(tl.int64) * c + tile * TILE + tl.arange(0, TILE)
+        to = row[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(dkeys + to, dk * scale)
+        tl.store(dvalues + to, dv)
+
+
+@triton.jit
+def add_columns_kernel(dkey, dvalue, dkeys, dvalues, slot_of, first_block, chunk, chunks, t, c, tiles, batched_heads,
+                       GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+    key_head = tl.program_id(1)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dk = tl.zeros([ROWS, D], tl.float32)
+    dv = tl.zeros([ROWS, D], tl.float32)
+    hit = tl.zeros([ROWS], tl.int32)
+    for head in range(key_head * GROUP, key_head * GROUP + GROUP):
+        slot = tl.load(slot_of + tl.cast(head, tl.int64) * (t + 1) + rows, mask=rows < t, other=-1)
+        first = tl.load(first_block + head * tiles + slot // TILE, mask=slot >= 0, other=2147483647)
+        hit |= (slot >= 0).to(tl.int32)
+        for part in range(chunks):
+            wanted = ((part + 1) * chunk > first)[:, None]
+            at = (part * batched_heads + head) * c.to(tl.int64) + slot
+            at = at[:, None] * D + tl.arange(0, D)[None, :]
+            dk += tl.load(dkeys + at, mask=wanted, other=0.0)
+            dv += tl.load(dvalues + at, mask=wanted, other=0.0)
+    to = rows.to(tl.int64)[:, None] * (tl.num_programs(1) * D) + key_head * D + tl.arange(0, D)[None, :]
+    wanted = (hit != 0)[:, None]
+    tl.store(dkey + to, tl.load(dkey + to, mask=wanted, other=0.0) + dk, mask=wanted)
+    tl.store(dvalue + to, tl.load(dvalue + to, mask=wanted, other=0.0) + dv, mask=wanted)
+
+
+def gather_columns(tensor, columns, heads: int) -> torch.Tensor:
+    """key or value [t, b, g, d] with the rows of the columns of `heads` query heads behind: [t + (h / g) * c, b, g, d].
+
+    Slots past the count of a head repeat row 0; no visibility bit shows them.
+    """
+    t, b, g, d = tensor.shape
+    slots = heads // g * columns.index.shape[-1]
+    rows = torch.empty(t + slots, b, g, d, dtype=tensor.dtype, device=tensor.device)
+    rows[:t] = tensor
+    index = columns.index.view(b, g, slots).permute(2, 0, 1).long()
+    torch.gather(tensor, 0, index[..., None].expand(-1, -1, -1, d), out=rows[t:])
+    return rows
+
+
+def add_column_gradients(dkey, dvalue, grad_out, query, gathered, rows, tiles, scale: float) -> None:
+    """Adds dK and dV of the columns to dkey and dvalue, float32 [t, b, g, d], in place.
+
+    gathered is (keys, values) from `gather_columns`; rows is (lse, delta) of every query, lse from `base_2`.
+    """
+    columns, size = tiles.columns, tiles.block_size
+    (s, b, h, d), (t, _, g, _), c = query.shape, dkey.shape, tiles.columns.index.shape[-1]
+    q_rows, tile, warps, stages = fit(BACKWARD_KEY, tiles, query)
+    m, tile_count = s // size, c // tile
+    chunks = max(1, min(triton.cdiv(PROGRAMS, b * h * tile_count), m // SMALLEST_CHUNK))
+    chunk = triton.cdiv(m, chunks)
+    chunks = triton.cdiv(m, chunk)
+
+    starts = torch.arange(tile_count, dtype=torch.int32, device=query.device) * tile
+    sees = columns.limit[:, :, None, :] > starts[:, None]
+    first_block = torch.where(sees.any(-1), sees.int().argmax(-1), m).int()
+    parts = torch.empty(2, chunks, b, h, c, d, dtype=torch.float32, device=query.device)
+    keys, values = (rows_[t:] for rows_ in gathered)
+    lse, delta = rows
+    dcolumn_kernel[(tile_count, b * h, chunks)](
+        matrix(query, q_rows), matrix(keys, tile), matrix(values, tile), matrix(grad_out, q_rows), vector(lse, q_rows),
+        vector(delta, q_rows), parts[0], parts[1], first_block, columns.visible, qk_scale=scale * LOG2_E, scale=scale,
+        m=m, chunk=chunk, c=c, batched_heads=b * h, GROUP=h // g, D=d, BLOCK=size, ROWS=q_rows, TILE=tile,
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    add_columns_kernel[(triton.cdiv(t, 32), b * g)](
+        dkey, dvalue, parts[0], parts[1], _slot_of(columns, t), first_block, chunk=chunk, chunks=chunks, t=t, c=c,
+        tiles=tile_count, batched_heads=b * h, GROUP=h // g, D=d, ROWS=32, TILE=tile, num_warps=4,
+    )  # fmt: skip
+
+
+def _slot_of(columns, t: int) -> torch.Tensor:
+    """The inverse of the column lists: int32 [b, h, t + 1], the slot of a key token or -1; entry t is a dump."""
+    c = columns.index.shape[-1]
+    slots = torch.arange(c, dtype=torch.int32, device=columns.index.device)
+    used = slots < columns.count[..., None]
+    inverse = torch.full((*columns.count.shape, t + 1), -1, dtype=torch.int32, device=columns.index.device)
+    return inverse.scatter_(-1, torch.where(used, columns.index, t).long(), slots.expand_as(columns.index))
