@@ -1,0 +1,253 @@
+"""Read MosaicML MDS shards (format version 2) without the streaming package, which pins older libraries.
+
+A raw shard, little-endian: uint32 sample count n; n + 1 uint32 offsets from the start of the file; the JSON
+configuration; the samples. A sample: a uint32 size for every column of variable size, then the columns' bytes.
+An `ndarray` starts with one byte (ndim << 2 | w) and ndim sizes of 2**w bytes, unless its shape is fixed.
+"""
+
+import bz2
+import gzip
+import hashlib
+import json
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+
+from tools.data.files import DataError, naming
+
+SCALARS = {name: numpy.dtype(name) for name in (
+    "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
+)} | {"int": numpy.dtype("int64")}  # fmt: skip
+# The byte that an array of free type starts with: bits in the number, 1 added for signed, 2 for floating point.
+ARRAY_TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
+               34: "float32", 64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A file of a shard as the index describes it: path, size in bytes, {algorithm: hexadecimal digest}."""
+
+    path: Path
+    size: int
+    hashes: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One entry of index.json: `columns` holds (name, encoding, fixed size in bytes or None), in stored order."""
+
+    raw: Stored
+    packed: Stored | None
+    compression: str | None
+    samples: int
+    columns: tuple[tuple[str, str, int | None], ...]
+
+    @property
+    def file(self) -> Stored:
+        """The file to read: the packed one, or the raw one where it was never packed or is already unpacked."""
+        return (
+            self.packed
+            if self.packed and (self.packed.path.exists() or not self.raw.path.exists())
+            else self.raw
+        )
+
+    @property
+    def path(self) -> Path:
+        """The path of the file to read."""
+        return self.file.path
+
+
+def read_index(folder: Path) -> list[Shard]:
+    """The shards that `folder`/index.json lists, in its order. Raises DataError."""
+    path = folder / "index.json"
+    with naming("read", path):
+        text = path.read_bytes()
+    try:
+        index = json.loads(text)
+        if index["version"] != 2:
+            raise DataError(
+                f"{path}: version {index['version']} of the MDS index; this reader knows version 2"
+            )
+        return [_shard(folder, entry) for entry in index["shards"]]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path}: not an MDS index ({type(error).__name__}: {error}); download it again"
+        ) from None
+
+
+def _shard(folder: Path, entry: dict) -> Shard:
+    if entry["format"] != "mds":
+        raise DataError(
+            f"{folder / 'index.json'}: shards of format {entry['format']!r}; this reader knows 'mds'"
+        )
+
+    def stored(item: dict) -> Stored:
+        return Stored(folder / item["basename"], item["bytes"], tuple(sorted(item["hashes"].items())))
+
+    columns = zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True)
+    packed = stored(entry["zip_data"]) if entry["zip_data"] else None
+    return Shard(stored(entry["raw_data"]), packed, entry["compression"], entry["samples"], tuple(columns))
+
+
+class ShardReader:
+    """The checked bytes of one shard: `sample(number, names)` decodes columns, `sha256` is that of the file."""
+
+    def __init__(self, shard: Shard) -> None:
+        """Read, check and unpack the shard. Raises DataError when it is missing, cut, damaged or of another form."""
+        self.path, self.columns = shard.path, shard.columns
+        data = _read_checked(shard.file)
+        self.sha256 = hashlib.sha256(data).hexdigest()
+        _check_download(self.path, self.sha256)
+        if shard.file is shard.packed:
+            data = _unpack(shard, data)
+            _check(self.path, data, shard.raw, "unpacked ")
+        self._data = memoryview(data)
+        self._offsets = self._read_offsets(shard.samples)
+
+    def _fail(self, reason: str) -> DataError:
+        return DataError(f"{self.path}: damaged shard, {reason}; download it again")
+
+    def _read_offsets(self, samples: int) -> numpy.ndarray:
+        start = 4 * (samples + 2)
+        if len(self._data) < start or int.from_bytes(self._data[:4], "little") != samples:
+            raise self._fail(f"its header does not hold the {samples} samples of index.json")
+        offsets = numpy.frombuffer(self._data, "<u4", samples + 1, 4).astype(numpy.int64)
+        if offsets[0] < start or offsets[-1] != len(self._data) or (numpy.diff(offsets) < 0).any():
+            raise self._fail("its sample offsets do not ascend to the end of the file")
+        try:
+            inner = json.loads(bytes(self._data[start : offsets[0]]))
+            columns = tuple(
+                zip(inner["column_names"], inner["column_encodings"], inner["column_sizes"], strict=True)
+            )
+        except (ValueError, KeyError, TypeError):
+            raise self._fail("its JSON header cannot be read") from None
+        if columns != self.columns:
+            raise self._fail("its columns are not those of index.json")
+        return offsets
+
+    def sample(self, number: int, names: tuple[str, ...]) -> dict:
+        """The decoded columns `names` of sample `number`; a column the shard lacks is left out. Raises DataError."""
+        begin, end = int(self._offsets[number]), int(self._offsets[number + 1])
+        free = sum(size is None for _, _, size in self.columns)
+        if begin + 4 * free > end:
+            raise self._fail(f"sample {number} is cut")
+        sizes = iter(numpy.frombuffer(self._data, "<u4", free, begin).tolist())
+        position, values = begin + 4 * free, {}
+        for name, encoding, size in self.columns:
+            size = next(sizes) if size is None else size
+            if name in names:
+                try:
+                    values[name] = decode(encoding, self._data[position : min(position + size, end)])
+                except (ValueError, IndexError, KeyError):
+                    raise self._fail(f"column {name} of sample {number} is not {encoding}") from None
+            position += size
+        if position != end:
+            raise self._fail(f"the column sizes of sample {number} do not add up")
+        return values
+
+
+def decode(encoding: str, data: memoryview) -> object:
+    """The value that `data` holds in an MDS column encoding (strings, bytes, numbers, arrays).
+
+    Raises ValueError, IndexError or KeyError when the bytes do not fit, DataError for an encoding not known here.
+    """
+    kind, _, detail = encoding.partition(":")
+    if kind in SCALARS:
+        (value,) = numpy.frombuffer(data, SCALARS[kind].newbyteorder("<"))
+        return value
+    if kind == "bytes":
+        return bytes(data)
+    if kind == "str":
+        return str(data, "utf-8")
+    if kind != "ndarray":
+        raise DataError(
+            f"MDS column encoding {encoding!r} is not supported; supported: str, bytes, ndarray, numbers"
+        )
+    name, _, fixed = detail.partition(":")
+    if not name:
+        name, data = ARRAY_TYPES[data[0]], data[1:]
+    if fixed:
+        shape = [int(size) for size in fixed.split(",")]
+    else:
+        dimensions, width = data[0] >> 2, 1 << (data[0] & 3)
+        shape = numpy.frombuffer(data, f"<u{width}", dimensions, 1).tolist()
+        data = data[1 + dimensions * width :]
+    return numpy.frombuffer(data, SCALARS[name].newbyteorder("<")).reshape(shape)
+
+
+def _read_checked(file: Stored) -> bytes:
+    with naming("read", file.path):
+        data = file.path.read_bytes()
+    _check(file.path, data, file, "")
+    return data
+
+
+def _check(path: Path, data: bytes, expected: Stored, what: str) -> None:
+    if len(data) != expected.size:
+        raise DataError(
+            f"{path}: {what}size is {len(data)} bytes, index.json says {expected.size}; download it again"
+        )
+    for algorithm, digest in expected.hashes:
+        try:
+            found = _digest(algorithm, data)
+        except (ValueError, ImportError):
+            raise DataError(
+                f"{path}: index.json has a {algorithm} hash; `pip install xxhash` to check it"
+            ) from None
+        if found != digest:
+            raise DataError(
+                f"{path}: {what}{algorithm} is {found}, index.json says {digest}; download it again"
+            )
+
+
+def _digest(algorithm: str, data: bytes) -> str:
+    if algorithm in hashlib.algorithms_available:
+        return hashlib.new(algorithm, data).hexdigest()
+    import xxhash
+
+    return getattr(xxhash, algorithm.replace("xxh128", "xxh3_128"))(data).hexdigest()
+
+
+def _check_download(path: Path, sha256: str) -> None:
+    """Compare with the SHA-256 that huggingface_hub notes beside a download: ProLong's own index has no hashes."""
+    path = path.absolute()
+    for folder in path.parents[:6]:
+        note = folder / ".cache/huggingface/download" / f"{path.relative_to(folder)}.metadata"
+        if note.is_file():
+            lines = note.read_text().split()
+            if len(lines) > 1 and len(lines[1]) == 64 and lines[1] != sha256:
+                raise DataError(
+                    f"{path}: sha256 is {sha256}, the hub's is {lines[1]}; delete and download it again"
+                )
+            return
+
+
+def _unpack(shard: Shard, data: bytes) -> bytes:
+    algorithm = (shard.compression or "").partition(":")[0]
+    try:
+        if algorithm == "gz":
+            return gzip.decompress(data)
+        if algorithm == "bz2":
+            return bz2.decompress(data)
+        if algorithm == "zstd":
+            import zstandard
+
+            return zstandard.ZstdDecompressor().decompress(data, max_output_size=shard.raw.size)
+    except ImportError:
+        raise DataError(
+            f"{shard.path}: zstd shards need the package zstandard; pip install zstandard"
+        ) from None
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(
+            f"{shard.path}: damaged shard, cannot unpack it ({error}); download it again"
+        ) from None
+    except Exception as error:
+        # zstandard.ZstdError is known by name only where the package is installed.
+        raise DataError(
+            f"{shard.path}: damaged shard, cannot unpack it ({error}); download it again"
+        ) from None
+    raise DataError(
+        f"{shard.path}: compression {shard.compression!r} is not supported; supported: zstd, gz, bz2"
+    )
