@@ -18,7 +18,7 @@ def list_by_query(mask) -> tuple[torch.Tensor, torch.Tensor]:
     slots.
     """
     index = torch.argsort(mask.logical_not().byte(), dim=-1, stable=True)
-    return mask.sum(-1, dtype=torch.int32), index.int()
+    return mask.sum(-1, dtype=torch.int32).contiguous(), index.int().contiguous()
 
 
 def list_by_key(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ n key blocks, c column slots; all of the local query shard and of the visiting k
 """
 
 import logging
+import os
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class Columns(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What the local queries attend in the visiting key shard.
+    """What the local queries attend in the visiting key shard. All tensors are contiguous.
 
     block_count  int32 [b, h, m], number of attended key blocks of every query block
     block_index  int32 [b, h, m, n], their local ids in the first `block_count` slots, ascending; what the other
@@ -55,6 +56,8 @@ class Tiles(NamedTuple):
 
 
 BACKENDS = ("auto", "triton", "reference")
+HEAD_SIZES = (32, 64, 128)  # of the Triton kernels
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: its kernels then run on the CPU
 _announced: set[str] = set()
 _log = logging.getLogger(__name__)
 
@@ -86,12 +89,15 @@ def _kernels(backend: str, query: torch.Tensor):
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     chosen = backend
     if backend == "auto":
-        chosen = "triton" if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) else "reference"
+        fits = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] in HEAD_SIZES
+        chosen = "triton" if query.is_cuda and fits else "reference"
     if chosen not in _announced:
         _announced.add(chosen)
         _log.info("attention kernels: %s on %s, %s", chosen, query.device.type, query.dtype)
-    if chosen == "triton":
-        from . import block_sparse
+    if chosen == "reference":
+        return reference
+    if not query.is_cuda and not INTERPRETED:
+        raise ValueError(f"backend {chosen!r} needs tensors on a GPU; these are on {query.device}. Use auto")
+    from . import triton_backend  # only where it can run: importing it needs Triton
 
-        return block_sparse
-    return reference
+    return triton_backend

@@ -90,4 +90,4 @@ def _select(scores, share, cap):
 def relative_error(actual, expected) -> float:
     """|actual - expected| / |expected| in float64; NaN never passes a comparison with it."""
     expected = expected.double()
-    return float((actual.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+    return float((actual.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30))

@@ -20,21 +20,12 @@ class DenseIndex(SparseIndex):
 
     def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
         mask = self.block_distance(source, self.device) >= 0
-        count, index = list_by_query(mask)
-        full = Tiles(
-            block_count=count.expand(self.batch, self.heads, -1),
-            block_index=index.expand(self.batch, self.heads, -1, -1),
-            diagonal=source == self.rank,
-            block_size=self.layout.block_size,
-        )
-        if not by_key:
-            return full
-        group = mask.expand(1, self.heads // self.groups, -1, -1)
-        key_count, key_index = list_by_key(group, 1)
-        return full._replace(
-            key_count=key_count.expand(self.batch, self.groups, -1),
-            key_index=key_index.expand(self.batch, self.groups, -1, -1),
-        )
+        count, index = list_by_query(mask.expand(self.batch, self.heads, -1, -1))
+        key_count, key_index = None, None
+        if by_key:
+            key_count, key_index = list_by_key(mask.expand(self.batch, self.heads, -1, -1), self.groups)
+        diagonal = source == self.rank
+        return Tiles(count, index, diagonal, self.layout.block_size, None, key_count, key_index)
 
     def dense_mask(self) -> torch.Tensor:
         return causal_mask(self.layout.num_tokens, self.device).expand(self.batch, self.heads, -1, -1)
