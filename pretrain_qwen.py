@@ -22,13 +22,13 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from megatron_mtrain.arguments import parse_arguments
 from megatron_mtrain.batch import next_batch
 from megatron_mtrain.config import AttentionConfig
-from megatron_mtrain.cpu import enable_without_gpu
+from megatron_mtrain.cpu import prepare_megatron
 from megatron_mtrain.model import use_sparse_attention
 
 
 def main() -> None:
     """The run: arguments, model, data, training."""
-    enable_without_gpu()
+    prepare_megatron()
     args, attention = parse_arguments()
     model_config = gpt_config_from_args(args)
     use_sparse_attention(model_config, attention)

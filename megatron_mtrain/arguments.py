@@ -64,6 +64,8 @@ RUN_DEFAULTS = {
     "create_attention_mask_in_dataloader": False,
     "micro_batch_size": 1,
     "save_interval": 1000,
+    # A checkpoint resumes on any number of tensor- and pipeline-parallel ranks, optimizer state included.
+    "dist_ckpt_optim_fully_reshardable": True,
     "eval_interval": 1000,
 }
 

@@ -1,18 +1,28 @@
 """Runs Megatron's own training loop on CPU with gloo when the machine has no GPU.
 
-Megatron-Core names CUDA devices, streams and random generators directly. `enable_without_gpu()` answers those calls for
-a CPU, in one place, before Megatron starts; with a GPU it does nothing but `skip_helper_build()`. No Megatron source is
-copied. What a CPU run needs on the command line is in `CPU_DEFAULTS`, so a CPU recipe has the flags of a GPU recipe.
+Megatron-Core names CUDA devices, streams and random generators directly. `prepare_megatron()` answers those calls for a
+CPU, in one place, before Megatron starts. With a GPU it only mends two things of the wheel that are not about the CPU:
+`_skip_helper_build` and `_use_group_step_adam`. What a CPU run needs on the command line is in `CPU_DEFAULTS`, so a
+CPU recipe has the flags of a GPU recipe.
 """
 
 import importlib.util
+import logging
 import os
+import warnings
 from collections import defaultdict
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
+import megatron.core.datasets.utils as dataset_utils
+import megatron.core.optimizer as optimizer
+import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+import megatron.core.tensor_parallel.random as random
+import megatron.training.training as training
 import torch
+import torch._dynamo
+from torch.optim.adam import adam
 from torch.overrides import TorchFunctionMode
 
 # argparse destination -> value; fused kernels, Transformer Engine and NCCL exist only on a GPU.
@@ -30,27 +40,72 @@ CPU_DEFAULTS = {
 }
 
 
-def enable_without_gpu() -> bool:
-    """Prepares Megatron for this machine; returns True when it will run on CPU. Call it once, before Megatron starts."""
-    skip_helper_build()
-    if torch.cuda.is_available():
-        return False
-    _answer_device_calls()
-    _answer_random_calls()
-    _patch_megatron()
-    _CpuTensors().__enter__()
-    return True
+def prepare_megatron() -> None:
+    """Makes Megatron run on this machine, with or without a GPU. Call it once, before Megatron starts."""
+    _skip_helper_build()
+    _use_group_step_adam()
+    if not torch.cuda.is_available():
+        _answer_device_calls()
+        _answer_random_calls()
+        _start_without_cuda()
+        _CpuTensors().__enter__()
 
 
-def skip_helper_build() -> None:
+def _skip_helper_build() -> None:
     """Keeps Megatron from building its dataset helpers when the wheel already ships them compiled.
 
     The wheel has the compiled module but not its Makefile, so the build that Megatron always starts would end the run.
     """
-    import megatron.core.datasets.utils as dataset_utils
-
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = lambda: None
+
+
+class GroupStepAdam(torch.optim.Optimizer):
+    """Adam that counts steps per parameter group, as the fused Adams of Transformer Engine and Apex do.
+
+    Megatron's distributed optimizer saves and loads exactly that. torch's Adam makes its state only in the first
+    step and counts per parameter: loading before that step fails. With this class a checkpoint also moves between a
+    CPU and a GPU host, since both have the same optimizer state.
+    """
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """One step over all parameters that have a gradient."""
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            for param in params:
+                if not self.state[param]:
+                    self.state[param] = {key: torch.zeros_like(param) for key in ("exp_avg", "exp_avg_sq")}
+            done = group.get("step", 0)
+            adam(
+                params,
+                [param.grad for param in params],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                [],
+                [torch.tensor(float(done)) for _ in params],
+                decoupled_weight_decay=self.adam_w_mode,
+                amsgrad=False,
+                maximize=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                **{key: group[key] for key in ("lr", "weight_decay", "eps")},
+            )
+            group["step"] = done + 1
+
+
+def _use_group_step_adam() -> None:
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return
+    optimizer.Adam = distrib_optimizer.Adam = GroupStepAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
 class _CpuTensors(TorchFunctionMode):
@@ -116,13 +171,11 @@ def _answer_random_calls() -> None:
         module.manual_seed_all = lambda seed: None  # torch.manual_seed has seeded the CPU when it calls this
 
 
-def _patch_megatron() -> None:
-    import torch._dynamo
-
-    import megatron.core.tensor_parallel.random as random
-    import megatron.training.training as training
-
+def _start_without_cuda() -> None:
+    training.initialize_megatron = partial(training.initialize_megatron, allow_no_cuda=True)
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # It warns that the CPU generator moves while the CUDA generator is in use; here they are one.
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="'pin_memory' argument is set as true")
     # Compiling small fused functions costs a CPU run minutes and gains it nothing.
     torch._dynamo.config.disable = True
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    training.initialize_megatron = partial(training.initialize_megatron, allow_no_cuda=True)
