@@ -1,4 +1,4 @@
-"""The part of the command line that the converters share: where to write, for which tokenizer, in which form."""
+"""The part of the command line that the converters share: where to write, for which tokenizer, how."""
 
 import argparse
 import os

@@ -1,46 +1,42 @@
 """The engine of the converters: units of input in, one indexed dataset out, in parallel and restartable.
 
 Workers turn units into parts in PREFIX.partial/ (see units.py). This process appends the parts in order to
-data.bin, deletes each part's ids when they are safely there, and publishes by renaming at the end. A run that was
-killed finds what is finished by these files alone, so its result is that of an unbroken run.
+data.bin, deletes each part's ids when they are safely there, and publishes by renaming at the end. A run
+that was killed finds what is finished by these files alone, so its result is that of an unbroken run.
 """
 
-import hashlib
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from importlib import metadata
 from pathlib import Path
 
-import numpy
-
-from tools.data.files import DataError, naming, only_writer, sha256_file, write_atomic
-from tools.data.indexed import id_type, pack, write_index
+from tools.data.assembly import Assembler, fingerprint, finish
+from tools.data.files import DataError, naming, only_writer, read_json, sha256_file, write_atomic
 from tools.data.progress import Progress
 from tools.data.text_tokenizers import load_tokenizer, tokenizer_file
-from tools.data.units import Settings, Unit, Worker, convert_in_worker, read_record, start_worker
+from tools.data.units import Settings, Unit, Worker, convert_in_worker, start_worker
 
 FORMAT = 1
 ENDS = (".bin", ".idx", ".json")
-PACKAGES = ("numpy", "tokenizers", "tiktoken", "sentencepiece", "zstandard", "pyarrow")
 
 
 def convert(settings: Settings, units: Sequence[Unit], workers: int, options: dict) -> dict:
-    """Convert `units` into settings.output.bin/.idx/.json, or go on where a killed run stopped; return the manifest.
+    """Convert `units` into settings.output.bin/.idx/.json, or finish what a killed run began.
 
-    `options` are the tool's own settings, for the manifest and to tell runs apart. Raises DataError.
+    `options` are the tool's own settings, for the manifest and to tell runs apart. Returns the manifest.
     """
-    manifest = Path(f"{settings.output}.json")
-    plan = make_plan(settings, units, options)
-    if not settings.folder.exists() and already_there(settings, plan):
+    plan, begun = make_plan(settings, units, options), settings.folder.exists()
+    if published(settings, plan):
         sys.stderr.write(f"{settings.output}.bin is there already, from the same input and settings\n")
-        return json.loads(manifest.read_text())
+        shutil.rmtree(settings.folder, ignore_errors=True)
+        return read_json(f"{settings.output}.json")
+    if not (begun and (settings.folder / "data.json").exists()):
+        refuse_overwriting(settings)
     for name in filter(None, (settings.source_tokenizer, settings.target_tokenizer)):
         load_tokenizer(name)  # a tokenizer that cannot be loaded is told before anything is written
     with naming("create", settings.folder):
@@ -51,12 +47,12 @@ def convert(settings: Settings, units: Sequence[Unit], workers: int, options: di
             assembler = Assembler(settings.folder, len(units))
             run_units(settings, units, workers, assembler)
             finish(settings, plan, assembler)
-        for end in ENDS:
+        for end in ENDS:  # data.json last: as long as it is there, a killed run has only this loop to repeat
             if (settings.folder / f"data{end}").exists():
                 with naming("write", f"{settings.output}{end}"):
                     os.replace(settings.folder / f"data{end}", f"{settings.output}{end}")
         shutil.rmtree(settings.folder, ignore_errors=True)
-    return json.loads(manifest.read_text())
+    return read_json(f"{settings.output}.json")
 
 
 def make_plan(settings: Settings, units: Sequence[Unit], options: dict) -> dict:
@@ -77,28 +73,24 @@ def make_plan(settings: Settings, units: Sequence[Unit], options: dict) -> dict:
     return json.loads(json.dumps(plan))
 
 
-def fingerprint(plan: dict) -> str:
-    """The SHA-256 of a plan, whatever the paths of the tokenizers."""
-    hashes = {role: entry["sha256"] for role, entry in plan["tokenizers"].items()}
-    return hashlib.sha256(json.dumps({**plan, "tokenizers": hashes}, sort_keys=True).encode()).hexdigest()
-
-
-def already_there(settings: Settings, plan: dict) -> bool:
-    """Whether the output exists and comes from this plan. Raises DataError when it comes from another one."""
-    existing = [settings.output + end for end in ENDS if os.path.exists(settings.output + end)]
-    if not existing:
-        return False
+def published(settings: Settings, plan: dict) -> bool:
+    """Whether the output is there, complete and from this plan."""
     try:
-        manifest = json.loads(Path(f"{settings.output}.json").read_text())
+        manifest = read_json(f"{settings.output}.json")
         sizes = {end: os.path.getsize(settings.output + end) for end in (".bin", ".idx")}
-        if manifest["plan_sha256"] == fingerprint(plan) and manifest["bytes"] == sizes:
-            return True
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    raise DataError(
-        f"{existing[0]} exists and was not written from this input with these settings; "
-        "remove it or choose another --output"
-    )
+        return manifest["plan_sha256"] == fingerprint(plan) and manifest["bytes"] == sizes
+    except (DataError, OSError, KeyError, TypeError):
+        return False
+
+
+def refuse_overwriting(settings: Settings) -> None:
+    """Raise DataError when a file of the output's name is there."""
+    for end in ENDS:
+        if os.path.exists(settings.output + end):
+            raise DataError(
+                f"{settings.output}{end} exists and was not written from this input with these settings; "
+                "remove it or choose another --output"
+            )
 
 
 def check_plan(folder: Path, plan: dict) -> None:
@@ -107,14 +99,13 @@ def check_plan(folder: Path, plan: dict) -> None:
     if not path.exists():
         write_atomic(path, json.dumps(plan).encode())
         return
-    with naming("read", path):
-        before = json.loads(path.read_text())
+    before = read_json(path)
     if fingerprint(plan) != fingerprint(before):
         changed = ", ".join(key for key in plan if plan[key] != before[key])
         raise DataError(f"{folder} is unfinished work with other {changed}; remove it to start anew")
 
 
-def run_units(settings: Settings, units: Sequence[Unit], workers: int, assembler: "Assembler") -> None:
+def run_units(settings: Settings, units: Sequence[Unit], workers: int, assembler: Assembler) -> None:
     """Convert the units that are not finished and append all parts in order, with progress."""
     progress = Progress(sum(unit.size for unit in units))
     for number in assembler.finished:
@@ -130,7 +121,7 @@ def run_units(settings: Settings, units: Sequence[Unit], workers: int, assembler
 
 
 def parts_in_order(settings: Settings, to_do: list[tuple[int, Unit]], workers: int) -> Iterator[int]:
-    """Convert the numbered units in `workers` processes (in this one when it is 1), yielding them in order."""
+    """Convert the numbered units in `workers` processes (1: in this one), yielding them in order."""
     if workers <= 1:
         worker = Worker(settings)
         for number, unit in to_do:
@@ -160,100 +151,3 @@ def wait_for(number, future) -> int:
     """The number of a submitted unit, when it is done; raises what its worker raised."""
     future.result()
     return number
-
-
-class Assembler:
-    """Appends finished parts in order to data.bin; a part's ids are deleted only when data.bin safely holds them."""
-
-    def __init__(self, folder: Path, units: int) -> None:
-        """Find how far an earlier run came, and cut off what it may have appended without deleting the part."""
-        self.folder, self.units = folder, units
-        for leftover in folder.glob(".*"):
-            leftover.unlink()
-        self.finished = {number for number in range(units) if self.part(number, ".npz").exists()}
-        self.appended, size = 0, 0
-        while self.appended in self.finished and not self.part(self.appended, ".bin").exists():
-            size += read_record(self.part(self.appended, ".npz"))[2]["bytes"]
-            self.appended += 1
-        self.path = folder / "data.bin"
-        with naming("write", self.path):
-            self._stream = open(self.path, "ab")  # noqa: SIM115 (open as long as the run)
-            if os.path.getsize(self.path) < size:
-                raise DataError(
-                    f"{self.path} is shorter than the parts it took in; remove {folder} to start anew"
-                )
-            self._stream.truncate(size)
-
-    def part(self, number: int, end: str) -> Path:
-        """The path of a file of part `number`."""
-        return self.folder / f"{number}{end}"
-
-    def advance(self) -> int:
-        """Append all parts that are next in order; returns the tokens appended. Raises DataError."""
-        tokens = 0
-        while self.appended in self.finished:
-            ids = self.part(self.appended, ".bin")
-            tokens += read_record(self.part(self.appended, ".npz"))[2]["counts"]["tokens"]
-            with naming("write", self.path), open(ids, "rb") as stream:
-                shutil.copyfileobj(stream, self._stream, 1 << 20)
-                self._stream.flush()
-                os.fsync(self._stream.fileno())
-                ids.unlink()
-            self.appended += 1
-        return tokens
-
-    def close(self, size: int) -> None:
-        """Cut data.bin to `size` bytes and close it."""
-        with naming("write", self.path):
-            self._stream.truncate(size)
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-
-
-def finish(settings: Settings, plan: dict, assembler: Assembler) -> None:
-    """Write data.idx and, last, data.json, from the records of all parts. Raises DataError when nothing is left."""
-    parts = [read_record(assembler.part(number, ".npz")) for number in range(assembler.units)]
-    lengths = numpy.concatenate([part[0] for part in parts])
-    groups = numpy.concatenate([part[1] for part in parts])
-    domains: dict[str, Counter] = {}
-    for _, _, record in parts:
-        domains.setdefault(record["domain"], Counter()).update(record["counts"])
-    dropped = 0
-    if settings.mode == "pack":
-        lengths, groups, dropped = pack(lengths, settings.seq_length)
-    if not len(lengths):
-        raise DataError(
-            f"{settings.output}: nothing to write, no sample fills --seq-length {settings.seq_length}"
-        )
-    target = load_tokenizer(settings.target_tokenizer)
-    dtype = id_type(target.vocabulary)
-    assembler.close(int(lengths.sum()) * dtype.itemsize)
-    write_index(settings.folder / "data.idx", dtype, lengths, groups)
-    manifest = {
-        **{key: plan[key] for key in ("tool", "format", "settings", "tokenizers")},
-        "plan_sha256": fingerprint(plan),
-        "tokens": int(lengths.sum()),
-        "sequences": len(lengths),
-        "samples": len(groups),
-        "dropped_at_end_tokens": dropped,
-        "end_of_document": target.end_of_document,
-        "vocabulary": target.vocabulary,
-        "dtype": dtype.name,
-        "domains": domains,
-        "sources": [source for _, _, record in parts for source in record["sources"]],
-        "bytes": {end: os.path.getsize(settings.folder / f"data{end}") for end in (".bin", ".idx")},
-        "sha256": {end: sha256_file(settings.folder / f"data{end}") for end in (".bin", ".idx")},
-        "versions": {"python": platform.python_version(), **installed(PACKAGES)},
-    }
-    write_atomic(settings.folder / "data.json", json.dumps(manifest, indent=1).encode() + b"\n")
-
-
-def installed(packages: Sequence[str]) -> dict[str, str]:
-    """The versions of those of `packages` that are installed."""
-    found = {}
-    for package in packages:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

@@ -1,8 +1,9 @@
-"""Small file helpers of the data tools: errors that name the file, atomic writes, hashes, one writer at a time."""
+"""File helpers of the data tools: errors that name the file, atomic writes, hashes, one writer at a time."""
 
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -44,6 +45,16 @@ def write_atomic(path: Path, data: bytes) -> None:
             scratch.unlink(missing_ok=True)
 
 
+def read_json(path: os.PathLike | str) -> dict:
+    """The JSON in a file. Raises DataError."""
+    with naming("read", path):
+        text = Path(path).read_text(encoding="utf-8")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error}); remove it") from None
+
+
 def sha256_file(path: Path) -> str:
     """The hexadecimal SHA-256 of a file's bytes, read in pieces. Raises DataError."""
     with naming("read", path), open(path, "rb") as stream:
@@ -67,7 +78,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 
 def run_tool(name: str, function: Callable[[], None]) -> None:
-    """Call a tool's main function; what a user can cause ends with one line and exit code 1 (130: interrupted)."""
+    """Call a tool's main function; a user's errors end in one line and exit code 1 (interrupted: 130)."""
     try:
         function()
     except DataError as error:

@@ -1,10 +1,11 @@
 """Megatron's indexed dataset format, written and read with numpy alone.
 
-PREFIX.bin holds the ids of all sequences end to end; PREFIX.idx their lengths, byte offsets and groups. Here a
-*sequence* is a document (or the piece of one that a sample holds). Megatron's GPTDataset shuffles sequences and
-restricts attention to them under --dataloader-inter-document-masking. Where samples have an exact length, a group
-(a "document" in Megatron's words) is one sample. Written here and not with Megatron's builder because workers
-must not import torch, and because the builder keeps a Python object per sequence; tests read it with Megatron.
+PREFIX.bin holds the ids of all sequences end to end; PREFIX.idx their lengths, byte offsets and groups.
+Here a *sequence* is a document (or the piece of one that a sample holds). Megatron's GPTDataset shuffles
+sequences and restricts attention to them under --dataloader-inter-document-masking. Where samples have an
+exact length, a group (a "document" in Megatron's words) is one sample. Written here and not with Megatron's
+builder because workers must not import torch, and because the builder keeps a Python object per sequence;
+tests read it with Megatron.
 """
 
 import struct
@@ -25,7 +26,7 @@ def id_type(vocabulary: int) -> numpy.dtype:
 
 
 def write_index(path: Path, dtype: numpy.dtype, lengths: numpy.ndarray, groups: numpy.ndarray) -> None:
-    """Write an .idx of sequences of `lengths` tokens, `groups` of which (counts of sequences) belong together.
+    """Write an .idx of sequences of `lengths` tokens; `groups` counts the sequences that belong together.
 
     Raises DataError when the file cannot be written.
     """
@@ -39,8 +40,8 @@ def write_index(path: Path, dtype: numpy.dtype, lengths: numpy.ndarray, groups: 
 def pack(lengths: numpy.ndarray, seq_length: int) -> tuple[numpy.ndarray, numpy.ndarray, int]:
     """Cut documents laid end to end into samples of exactly `seq_length` tokens.
 
-    Returns the lengths of the pieces in tokens, the number of pieces of each sample, and the number of tokens at
-    the end that fill no sample. Example: pack([3, 5, 4], 4) is ([3, 1, 4, 4], [2, 1, 1], 0).
+    Returns the lengths of the pieces in tokens, the number of pieces of each sample, and the number of
+    tokens at the end that fill no sample. Example: pack([3, 5, 4], 4) is ([3, 1, 4, 4], [2, 1, 1], 0).
     """
     ends = numpy.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -53,7 +54,7 @@ def pack(lengths: numpy.ndarray, seq_length: int) -> tuple[numpy.ndarray, numpy.
 
 @dataclass(frozen=True)
 class Indexed:
-    """An indexed dataset: `ids` is all tokens, sequence i is ids[starts[i]:starts[i] + lengths[i]], in tokens."""
+    """An indexed dataset: `ids` is all tokens, sequence i is ids[starts[i]:starts[i] + lengths[i]]."""
 
     ids: numpy.ndarray
     lengths: numpy.ndarray

@@ -2,9 +2,10 @@
 
     python tools/data/make_demo_data.py --output data/demo
 
-writes data/demo.bin and data/demo.idx (train with `--data-path data/demo`), data/demo.json (what they hold) and
-data/demo_tokenizer/ (`--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/demo_tokenizer`).
-One token is one byte of UTF-8, so a loss is in nats a byte; one document is one source file, then end-of-text.
+writes data/demo.bin and data/demo.idx (train with `--data-path data/demo`), data/demo.json (what they hold)
+and data/demo_tokenizer/ (`--tokenizer-type HuggingFaceTokenizer --tokenizer-model data/demo_tokenizer`).
+One token is one byte of UTF-8, so a loss is in nats a byte; one document is one source file, then
+end-of-text.
 """
 
 import argparse
@@ -17,6 +18,14 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+
+import numpy
+
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from tools.data.files import DataError
+from tools.data.indexed import id_type, write_index
 
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 256
@@ -70,26 +79,26 @@ def write_dataset(library: Path, prefix: Path, tokens: int) -> dict:
 
     Raises ValueError when the library is too small.
     """
-    import numpy
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(VOCABULARY))
-    digest, documents, written, shown = hashlib.sha256(), 0, 0, 0
-    for path in source_files(library):
-        data = path.read_bytes()
-        if not data:
-            continue
-        ids = numpy.append(numpy.frombuffer(data, dtype=numpy.uint8).astype(numpy.uint16), END_OF_TEXT_ID)
-        builder.add_document(ids, [len(ids)])
-        digest.update(data)
-        documents, written = documents + 1, written + len(ids)
-        if 10 * written // tokens > shown:
-            shown = min(10, 10 * written // tokens)
-            sys.stderr.write(f"  {10 * shown:3d}%  {written:,} tokens, {documents} documents\n")
-        if written >= tokens:
-            builder.finalize(f"{prefix}.idx")
-            return {"documents": documents, "tokens": written, "text_sha256": digest.hexdigest()}
-    raise ValueError(f"--tokens {tokens} is more than {library} holds; ask for {written} or fewer")
+    digest, lengths, shown = hashlib.sha256(), [], 0
+    dtype = id_type(VOCABULARY)
+    with open(f"{prefix}.bin", "wb") as stream:
+        for path in source_files(library):
+            data = path.read_bytes()
+            if not data or sum(lengths) >= tokens:
+                continue
+            ids = numpy.append(
+                numpy.frombuffer(data, dtype=numpy.uint8).astype(dtype), dtype.type(END_OF_TEXT_ID)
+            )
+            stream.write(ids.tobytes())
+            digest.update(data)
+            lengths.append(len(ids))
+            if 10 * sum(lengths) // tokens > shown:
+                shown = min(10, 10 * sum(lengths) // tokens)
+                sys.stderr.write(f"  {10 * shown:3d}%  {sum(lengths):,} tokens, {len(lengths)} documents\n")
+    if sum(lengths) < tokens:
+        raise ValueError(f"--tokens {tokens} is more than {library} holds; ask for {sum(lengths)} or fewer")
+    write_index(Path(f"{prefix}.idx"), dtype, numpy.array(lengths), numpy.ones(len(lengths), numpy.int64))
+    return {"documents": len(lengths), "tokens": sum(lengths), "text_sha256": digest.hexdigest()}
 
 
 def is_current(output: Path, settings: dict) -> bool:
@@ -141,7 +150,7 @@ def main() -> None:
         parser.error(f"--tokens {args.tokens} must be at least 1")
     try:
         make_demo_data(Path(args.output), args.tokens)
-    except (OSError, ValueError) as error:
+    except (DataError, OSError, ValueError) as error:
         sys.exit(f"make_demo_data: {error}")
 
 

@@ -1,42 +1,33 @@
 """Read MosaicML MDS shards (format version 2) without the streaming package, which pins older libraries.
 
 A raw shard, little-endian: uint32 sample count n; n + 1 uint32 offsets from the start of the file; the JSON
-configuration; the samples. A sample: a uint32 size for every column of variable size, then the columns' bytes.
-An `ndarray` starts with one byte (ndim << 2 | w) and ndim sizes of 2**w bytes, unless its shape is fixed.
+configuration; the samples. A sample: a uint32 size for every column of variable size, then the columns'
+bytes. An `ndarray` starts with one byte (ndim << 2 | w) and ndim sizes of 2**w bytes, unless its shape is
+fixed.
 """
 
-import bz2
-import gzip
 import hashlib
 import json
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
 
 from tools.data.files import DataError, naming
+from tools.data.mds_files import Stored, check, check_download, read_checked, unpack
 
 SCALARS = {name: numpy.dtype(name) for name in (
     "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64"
 )} | {"int": numpy.dtype("int64")}  # fmt: skip
-# The byte that an array of free type starts with: bits in the number, 1 added for signed, 2 for floating point.
+# The byte that an array of free type starts with: bits in the number, 1 added for signed, 2 for floating
+# point.
 ARRAY_TYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
                34: "float32", 64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A file of a shard as the index describes it: path, size in bytes, {algorithm: hexadecimal digest}."""
-
-    path: Path
-    size: int
-    hashes: tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
 class Shard:
-    """One entry of index.json: `columns` holds (name, encoding, fixed size in bytes or None), in stored order."""
+    """One entry of index.json; `columns` holds (name, encoding, fixed size in bytes or None) as stored."""
 
     raw: Stored
     packed: Stored | None
@@ -46,7 +37,7 @@ class Shard:
 
     @property
     def file(self) -> Stored:
-        """The file to read: the packed one, or the raw one where it was never packed or is already unpacked."""
+        """The file to read: the packed one, or the raw one where there is no packed one."""
         return (
             self.packed
             if self.packed and (self.packed.path.exists() or not self.raw.path.exists())
@@ -92,17 +83,17 @@ def _shard(folder: Path, entry: dict) -> Shard:
 
 
 class ShardReader:
-    """The checked bytes of one shard: `sample(number, names)` decodes columns, `sha256` is that of the file."""
+    """The checked bytes of one shard: `sample(number, names)` decodes columns, `sha256` is the file's."""
 
     def __init__(self, shard: Shard) -> None:
-        """Read, check and unpack the shard. Raises DataError when it is missing, cut, damaged or of another form."""
+        """Read, check and unpack the shard. Raises DataError when it is missing, cut or damaged."""
         self.path, self.columns = shard.path, shard.columns
-        data = _read_checked(shard.file)
+        data = read_checked(shard.file)
         self.sha256 = hashlib.sha256(data).hexdigest()
-        _check_download(self.path, self.sha256)
+        check_download(self.path, self.sha256)
         if shard.file is shard.packed:
-            data = _unpack(shard, data)
-            _check(self.path, data, shard.raw, "unpacked ")
+            data = unpack(self.path, shard.compression, data, shard.raw.size)
+            check(self.path, data, shard.raw, "unpacked ")
         self._data = memoryview(data)
         self._offsets = self._read_offsets(shard.samples)
 
@@ -128,7 +119,7 @@ class ShardReader:
         return offsets
 
     def sample(self, number: int, names: tuple[str, ...]) -> dict:
-        """The decoded columns `names` of sample `number`; a column the shard lacks is left out. Raises DataError."""
+        """The decoded columns `names` of a sample; a column the shard lacks is left out. Raises DataError."""
         begin, end = int(self._offsets[number]), int(self._offsets[number + 1])
         free = sum(size is None for _, _, size in self.columns)
         if begin + 4 * free > end:
@@ -151,7 +142,8 @@ class ShardReader:
 def decode(encoding: str, data: memoryview) -> object:
     """The value that `data` holds in an MDS column encoding (strings, bytes, numbers, arrays).
 
-    Raises ValueError, IndexError or KeyError when the bytes do not fit, DataError for an encoding not known here.
+    Raises ValueError, IndexError or KeyError when the bytes do not fit, DataError for an encoding not known
+    here.
     """
     kind, _, detail = encoding.partition(":")
     if kind in SCALARS:
@@ -175,79 +167,3 @@ def decode(encoding: str, data: memoryview) -> object:
         shape = numpy.frombuffer(data, f"<u{width}", dimensions, 1).tolist()
         data = data[1 + dimensions * width :]
     return numpy.frombuffer(data, SCALARS[name].newbyteorder("<")).reshape(shape)
-
-
-def _read_checked(file: Stored) -> bytes:
-    with naming("read", file.path):
-        data = file.path.read_bytes()
-    _check(file.path, data, file, "")
-    return data
-
-
-def _check(path: Path, data: bytes, expected: Stored, what: str) -> None:
-    if len(data) != expected.size:
-        raise DataError(
-            f"{path}: {what}size is {len(data)} bytes, index.json says {expected.size}; download it again"
-        )
-    for algorithm, digest in expected.hashes:
-        try:
-            found = _digest(algorithm, data)
-        except (ValueError, ImportError):
-            raise DataError(
-                f"{path}: index.json has a {algorithm} hash; `pip install xxhash` to check it"
-            ) from None
-        if found != digest:
-            raise DataError(
-                f"{path}: {what}{algorithm} is {found}, index.json says {digest}; download it again"
-            )
-
-
-def _digest(algorithm: str, data: bytes) -> str:
-    if algorithm in hashlib.algorithms_available:
-        return hashlib.new(algorithm, data).hexdigest()
-    import xxhash
-
-    return getattr(xxhash, algorithm.replace("xxh128", "xxh3_128"))(data).hexdigest()
-
-
-def _check_download(path: Path, sha256: str) -> None:
-    """Compare with the SHA-256 that huggingface_hub notes beside a download: ProLong's own index has no hashes."""
-    path = path.absolute()
-    for folder in path.parents[:6]:
-        note = folder / ".cache/huggingface/download" / f"{path.relative_to(folder)}.metadata"
-        if note.is_file():
-            lines = note.read_text().split()
-            if len(lines) > 1 and len(lines[1]) == 64 and lines[1] != sha256:
-                raise DataError(
-                    f"{path}: sha256 is {sha256}, the hub's is {lines[1]}; delete and download it again"
-                )
-            return
-
-
-def _unpack(shard: Shard, data: bytes) -> bytes:
-    algorithm = (shard.compression or "").partition(":")[0]
-    try:
-        if algorithm == "gz":
-            return gzip.decompress(data)
-        if algorithm == "bz2":
-            return bz2.decompress(data)
-        if algorithm == "zstd":
-            import zstandard
-
-            return zstandard.ZstdDecompressor().decompress(data, max_output_size=shard.raw.size)
-    except ImportError:
-        raise DataError(
-            f"{shard.path}: zstd shards need the package zstandard; pip install zstandard"
-        ) from None
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise DataError(
-            f"{shard.path}: damaged shard, cannot unpack it ({error}); download it again"
-        ) from None
-    except Exception as error:
-        # zstandard.ZstdError is known by name only where the package is installed.
-        raise DataError(
-            f"{shard.path}: damaged shard, cannot unpack it ({error}); download it again"
-        ) from None
-    raise DataError(
-        f"{shard.path}: compression {shard.compression!r} is not supported; supported: zstd, gz, bz2"
-    )

@@ -1,4 +1,4 @@
-"""Progress on standard error: share done, rate and time left; rewritten in place on a terminal, else now and then."""
+"""Progress on standard error: share done, rate and time left; in place on a terminal, else now and then."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ class Progress:
     """Counts units of known size in bytes and the tokens made of them; at most one line every few seconds."""
 
     def __init__(self, total: int, interval: float = 5.0) -> None:
-        """`total` bytes of input are to be done; `interval` seconds between lines (a tenth of it on a terminal)."""
+        """`total` bytes of input to do; `interval` seconds between lines (a tenth of it on a terminal)."""
         self.total, self.done, self.tokens = max(total, 1), 0, 0
         self.terminal = sys.stderr.isatty()
         self.interval = interval / 10 if self.terminal else interval

@@ -1,6 +1,7 @@
 """ProLong's folders as units: which domains, which samples of them, and the documents inside a sample.
 
-A domain is a folder of MDS shards of source token ids; `indices` says where documents begin and end in a sample.
+A domain is a folder of MDS shards of source token ids; `indices` says where documents begin and end in a
+sample.
 """
 
 import math
@@ -21,7 +22,7 @@ from tools.data.units import Piece
 
 @dataclass(frozen=True)
 class Domain:
-    """A folder of shards and its share of the output, relative to the shares of the others; None: take it all."""
+    """A folder of shards and its share of the samples, relative to the others' shares; None: all of it."""
 
     name: str
     folder: Path
@@ -63,7 +64,7 @@ def parse_domains(text: str, root: Path, split: str) -> list[Domain]:
 
 
 def split_folder(folder: Path, split: str) -> Path:
-    """The folder of a split: a subfolder of that name, else the domain itself for "train", as ProLong has none."""
+    """The folder of a split: a subfolder of that name; the domain itself for "train", as in ProLong."""
     if (folder / split / "index.json").is_file():
         return folder / split
     if split == "train":
@@ -129,14 +130,14 @@ def check_ids(ids: object, source: TextTokenizer, where: str) -> numpy.ndarray:
     if len(ids) and (ids.min() < 0 or ids.max() >= source.vocabulary):
         wrong = int(ids.min()) if ids.min() < 0 else int(ids.max())
         raise DataError(
-            f"{where}: token id {wrong} is not below the source tokenizer's {source.vocabulary}; the shard is "
-            "damaged (download it again) or --source-tokenizer is not the one it was written with"
+            f"{where}: token id {wrong} is not below the source tokenizer's {source.vocabulary}; the "
+            "shard is damaged (download it again) or --source-tokenizer is not the one it was written with"
         )
     return ids
 
 
 def check_bounds(bounds: object, tokens: int, where: str) -> list[tuple[int, int]]:
-    """Start and end of each document, in tokens; the whole sample where there is no such column. Raises DataError."""
+    """Start and end of each document, in tokens; the whole sample without the column. Raises DataError."""
     if bounds is None:
         return [(0, tokens)]
     if not isinstance(bounds, numpy.ndarray) or bounds.dtype.kind not in "iu" or bounds.shape[1:] != (2,):
@@ -165,8 +166,11 @@ def describe(value: object) -> str:
 
 
 def split_document(ids: numpy.ndarray, source: TextTokenizer, counts: Counter) -> list[Piece]:
-    """The text between special ids. An id that ends documents ends a piece, one that begins them goes without a
-    trace, any other has no counterpart in the target vocabulary and is counted as dropped."""
+    """The text between special ids, as pieces.
+
+    An id that ends documents ends a piece, one that begins them goes without a trace, any other has no
+    counterpart in the target vocabulary and is counted as dropped.
+    """
     pieces, begin = [], 0
     for position in [*numpy.flatnonzero(numpy.isin(ids, source.special_ids)).tolist(), len(ids)]:
         special = int(ids[position]) if position < len(ids) else None

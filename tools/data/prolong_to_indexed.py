@@ -1,14 +1,14 @@
-"""Turn ProLong's packed Llama-3 tokens (MosaicML MDS shards) into a Megatron indexed dataset for another tokenizer.
+"""Turn ProLong's Llama-3 tokens (MosaicML MDS shards) into a Megatron dataset for another tokenizer.
 
     python tools/data/prolong_to_indexed.py --input long-context-524288 --domains book-524288@0.3,arxiv@0.7 \\
         --output data/prolong --seq-length 524288 --source-tokenizer Llama-3/ --target-tokenizer Qwen2.5/ \\
         --sample-interval 4 --workers 16
 
 writes data/prolong.bin, .idx and .json (what they hold and where it came from); train with `--data-path
-data/prolong`. The same command goes on where a killed run stopped. Documents stay whole and in order, a sequence
-each, unless --pack or --exact asks for samples of exactly --seq-length tokens; then every sample is a group of
-sequences in the index. With --pack a document is cut where a sample is full; with --exact a source sample that is
-long enough is cut to the length, and a shorter one is dropped.
+data/prolong`. The same command goes on where a killed run stopped. Documents stay whole and in order, a
+sequence each, unless --pack or --exact asks for samples of exactly --seq-length tokens; then every sample
+is a group of sequences in the index. With --pack a document is cut where a sample is full; with --exact a
+source sample that is long enough is cut to the length, and a shorter one is dropped.
 """
 
 import argparse

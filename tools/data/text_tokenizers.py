@@ -1,9 +1,10 @@
-"""Tokenizers that turn text into ids and back exactly: special tokens go by id, never by the look of the text.
+"""Tokenizers that turn text into ids and back: special tokens go by id, never by the look of the text.
 
-`load_tokenizer(path)` knows a Hugging Face folder (or its tokenizer.json), a sentencepiece model, and a tiktoken
-rank file of Llama-3 or Qwen. Every class has: `vocabulary` (ids in use), `begin_ids` and `end_ids` (what stands
-at the ends of documents), `special_ids` (all ids that are not text), `end_of_document` (id to write after a
-document), `encode(text) -> int32 array` and `decode(ids) -> text`, where ids hold no special ones.
+`load_tokenizer(path)` knows a Hugging Face folder (or its tokenizer.json), a sentencepiece model, and a
+tiktoken rank file of Llama-3 or Qwen. Every class has: `vocabulary` (ids in use), `begin_ids` and `end_ids`
+(what stands at the ends of documents), `special_ids` (all ids that are not text), `end_of_document` (id to
+write after a document), `encode(text) -> int32 array` and `decode(ids) -> text`, where ids hold no special
+ones.
 """
 
 import base64
@@ -16,14 +17,19 @@ import numpy
 
 from tools.data.files import DataError, naming
 
-# Rank files hold no pattern and no special tokens: both come with the family, which the number of ranks tells.
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-FAMILIES = {  # name: (ranks of the real file, pattern, number of special ids, begin, end), ids after the ranks
+# Rank files hold no pattern and no special tokens: both come with the family, which the number of ranks
+# tells.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+FAMILIES = {  # ranks of the real file, pattern, special ids after the ranks: how many, begin, end
     "llama3": (128000, WORDS % "{1,3}", 256, 0, 1),
     "qwen": (151643, WORDS % "", 293, None, 0),
 }
-# A pre-token of the patterns above never holds a letter or digit followed by a blank, so text can be cut there
-# without changing one id. Cuts bound the memory of a long document and the depth of the pattern matcher.
+# A pre-token of the patterns above never holds a letter or digit followed by a blank, so text can be cut
+# there without changing one id. Cuts bound the memory of a long document and the depth of the pattern
+# matcher.
 SAFE_CUT = re.compile(r"(?<=[^\W_])(?=[ \n\t])")
 PIECE, LONGEST_PIECE = 100_000, 400_000  # characters
 MARKER = re.compile(r"[<\[].+[>\]]", re.DOTALL)
@@ -48,7 +54,7 @@ class RankTokenizer:
         if family is None:
             known = ", ".join(f"{name} ({row[0]})" for name, row in FAMILIES.items())
             raise DataError(
-                f"{path}: {len(ranks)} ranks belong to no known family: {known}; give llama3:FILE or qwen:FILE"
+                f"{path}: {len(ranks)} ranks are of no known family: {known}; give llama3:FILE or qwen:FILE"
             )
         _, pattern, specials, begin, end = FAMILIES[family]
         first = max(ranks.values()) + 1
@@ -84,10 +90,10 @@ def cut(text: str) -> Iterator[str]:
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer.json of a Hugging Face folder, with its normalizer: the ids that the model is trained with."""
+    """The tokenizer.json of a Hugging Face folder, with its normalizer: the ids that the model knows."""
 
     def __init__(self, path: Path) -> None:
-        """Load tokenizer.json at `path` and the special tokens that the files beside it name. Raises DataError."""
+        """Load tokenizer.json at `path` and the special tokens named beside it. Raises DataError."""
         from tokenizers import Tokenizer
 
         with naming("read", path):
@@ -95,7 +101,8 @@ class HuggingFaceTokenizer:
         try:
             model = json.loads(text)
             for token in model["added_tokens"]:
-                # encode_special_tokens below covers special tokens; markers like <tool_call> are plain text too.
+                # encode_special_tokens below covers special tokens; markers like <tool_call> are plain text
+                # too.
                 token["special"] = token["special"] or bool(MARKER.fullmatch(token["content"]))
             self._tokenizer = Tokenizer.from_str(json.dumps(model))
         except Exception as error:  # the library raises plain Exception for a file of another form
@@ -192,14 +199,14 @@ def tokenizer_file(name: str) -> Path:
         )
     if not path.is_file():
         raise DataError(
-            f"tokenizer {name}: no such file or folder; give a Hugging Face folder, a sentencepiece model or a "
-            "tiktoken rank file (`hf download NAME --include 'tokenizer*' --local-dir DIR` fetches a folder)"
+            f"tokenizer {name}: no such file or folder; give a Hugging Face folder, a sentencepiece model "
+            "or a tiktoken rank file (`hf download NAME --local-dir DIR` fetches a folder)"
         )
     return path
 
 
 def load_tokenizer(name: str) -> TextTokenizer:
-    """The tokenizer at `name`, its kind told by its content. Raises DataError when it is none or its library lacks."""
+    """The tokenizer at `name`, its kind told by its content. Raises DataError."""
     path = tokenizer_file(name)
     family = name.partition(":")[0]
     with naming("read", path), open(path, "rb") as stream:

@@ -1,7 +1,7 @@
 """What a worker does: turn one unit of input into a part, n.bin (ids) and n.npz (lengths, counts, sources).
 
-A *unit* is a part of the input that does not depend on the number of workers (a shard, a range of a file). A part
-is complete when its .npz is there: it is written last, and both appear by renaming.
+A *unit* is a part of the input that does not depend on the number of workers (a shard, a range of a file).
+A part is complete when its .npz is there: it is written last, and both appear by renaming.
 """
 
 import io
@@ -43,12 +43,12 @@ class Unit(Protocol):
         """The samples: each a list of documents, each a list of pieces. Adds what it drops to `counts`."""
 
     def sources(self) -> list[dict]:
-        """Path, bytes and sha256 of the files that this unit answers for; called when `samples` is exhausted."""
+        """Path, bytes and sha256 of the files that this unit answers for; called after `samples` ended."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the output depends on besides the units. `mode` is "whole", "pack" or "exact"; seq_length in tokens."""
+    """What the output depends on besides the units; `mode` is whole, pack or exact, seq_length in tokens."""
 
     tool: str
     output: str
@@ -139,7 +139,7 @@ def take_exactly(documents: list[numpy.ndarray], seq_length: int, counts: Counte
 
 
 def write_record(path: Path, lengths: list[int], groups: list[int], record: dict) -> None:
-    """Write a part's .npz: lengths in tokens, documents per sample, and `record` as JSON. Raises DataError."""
+    """Write a part's .npz: lengths in tokens, documents a sample, `record` as JSON. Raises DataError."""
     data = io.BytesIO()
     arrays = {"lengths": numpy.array(lengths, numpy.int64), "groups": numpy.array(groups, numpy.int64)}
     numpy.savez(data, **arrays, record=numpy.array(json.dumps(record)))
