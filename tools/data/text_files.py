@@ -63,6 +63,8 @@ def form_of(path: Path, form: str | None, searching: bool) -> str | None:
     """The form to read a file as; None for another suffix when searching a folder. Raises DataError."""
     known = next((name for name, ends in SUFFIXES.items() if path.name.endswith(ends)), None)
     if searching:
+        if form == "text" and known is None:
+            return form  # asked for by name: source code and the like, whatever its suffix
         return known if form in (None, known) else None
     if form is None and known is None:
         raise DataError(f"{path}: unknown suffix; say --format jsonl, parquet or text")
