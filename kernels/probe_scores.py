@@ -1,28 +1,149 @@
 """How the last queries of a sequence look at the keys: mean probability by key (vertical) and by distance (slash).
 
 Two passes over the local keys: `log_mass` gives each probe row's log-sum-exp, which the ranks combine; then
-`probe_scores` turns scores into probabilities and reduces them. All in float32 (float64 for float64 inputs).
+`probe_scores` turns scores into probabilities and reduces them at once, so that no [h, q, t] array exists. Keys come
+in blocks of `block_size` consecutive positions. All in float32 (float64 for float64 inputs).
 
-Legend: q probe rows, t local key tokens, N tokens of the whole sequence, b batch, h query heads, g key heads.
+Legend: q probe rows, t local key tokens, n local key blocks, N tokens of the whole sequence, b batch, h query heads,
+g key heads, d head size.
 """
 
 import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+ROWS = 64  # probe rows at a time
+TILE = 128  # keys of one program
 
 
-def log_mass(probe, key, positions, first: int, scale: float) -> torch.Tensor:
+@triton.jit
+def _tile_scores(probe, row, rows, k, keys, first, heads, head, qk_scale, D: tl.constexpr, ROWS: tl.constexpr):
+    """Scores in base 2 of ROWS probe rows from `row` on over one key tile; -inf where the key is later."""
+    at = row + tl.arange(0, ROWS)
+    pointers = probe + (at[:, None] * heads + head) * D + tl.arange(0, D)[None, :]
+    q = tl.load(pointers, mask=at[:, None] < rows, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * qk_scale
+    seen = (keys[None, :] <= first + at[:, None]) & (at[:, None] < rows)
+    return tl.where(seen, scores, -float("inf"))
+
+
+@triton.jit
+def _key_tile(key, starts, tile, pair, pairs, BLOCK: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr):
+    """One tile of keys [TILE, D] of the (batch, key head) `pair`, and their global positions."""
+    local = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    k = tl.load(key + (local[:, None] * pairs + pair) * D + tl.arange(0, D)[None, :])
+    start = tl.load(starts + tile * TILE // BLOCK).to(tl.int32) + tile * TILE % BLOCK
+    return k, start, start + tl.arange(0, TILE)
+
+
+@triton.jit
+def log_mass_kernel(probe, key, starts, part, rows, first, pairs, tiles, qk_scale,
+                    GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+                    D: tl.constexpr):  # fmt: skip
+    """part[pair * GROUP + head, tile, row] = log2 of the row's sum over one key tile."""
+    tile, pair = tl.program_id(0), tl.program_id(1)
+    k, _, keys = _key_tile(key, starts, tile, pair, pairs, BLOCK, TILE, D)
+    for member in range(GROUP):
+        head = pair * GROUP + member
+        for row in range(0, rows, ROWS):
+            scores = _tile_scores(probe, row, rows, k, keys, first, pairs * GROUP, head, qk_scale, D, ROWS)
+            top = tl.max(scores, 1)
+            safe = tl.where(top == -float("inf"), 0.0, top)
+            mass = safe + tl.log2(tl.sum(tl.exp2(scores - safe[:, None]), 1))
+            at = row + tl.arange(0, ROWS)
+            tl.store(part + (head.to(tl.int64) * tiles + tile) * rows + at, mass, mask=at < rows)
+
+
+@triton.jit
+def probe_scores_kernel(probe, key, starts, lse, vertical, slash, rows, first, pairs, tiles, num_tokens, qk_scale,
+                        GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
+                        D: tl.constexpr):  # fmt: skip
+    """Mean probabilities of one key tile: summed over rows, and along the distances that the tile touches.
+
+    A tile of T keys and R <= T rows touches T + R - 1 distances, and two neighbouring tiles share R - 1 of them: the
+    last R - 1 go to a second array, so that every element has one writer.
+    """
+    tile, pair = tl.program_id(0), tl.program_id(1)
+    k, start, keys = _key_tile(key, starts, tile, pair, pairs, BLOCK, TILE, D)
+    offset = tl.arange(0, 2 * TILE) - (TILE - 1)
+    for member in range(GROUP):
+        head = pair * GROUP + member
+        total = tl.zeros([TILE], dtype=tl.float32)
+        for row in range(0, rows, ROWS):
+            scores = _tile_scores(probe, row, rows, k, keys, first, pairs * GROUP, head, qk_scale, D, ROWS)
+            at = row + tl.arange(0, ROWS)
+            mass = tl.load(lse + head * rows + at, mask=at < rows, other=0.0) * 1.4426950408889634
+            p = tl.exp2(scores - mass[:, None]) / rows
+            total += tl.sum(p, 0)
+            # Row r sees distance `offset` at key r - offset of the tile.
+            source = tl.arange(0, ROWS)[:, None] - offset[None, :]
+            inside = (source >= 0) & (source < TILE)
+            sheared = tl.gather(p, tl.where(inside, source, 0), 1)
+            sums = tl.sum(tl.where(inside, sheared, 0.0), 0)
+            distance = first + row - start + offset
+            array = (row // ROWS * 2 + (offset > 0)).to(tl.int64) * pairs * GROUP + head
+            wanted = (distance >= 0) & (distance < num_tokens) & (offset < ROWS)
+            tl.store(slash + array * num_tokens + distance, sums, mask=wanted)
+        local = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+        tl.store(vertical + head.to(tl.int64) * tiles * TILE + local, total)
+
+
+def log_mass(probe, key, starts, first: int, scale: float, block_size: int) -> torch.Tensor:
     """log(sum(exp(scores))) of every probe row over the local keys: [b, h, q], -inf where all keys are later.
 
-    probe [q, b, h, d], row i at global position first + i; key [t, b, g, d] at global `positions` int64 [t].
+    probe [q, b, h, d], row i at global position first + i; key [t, b, g, d], block j of it at global positions from
+    starts[j] on (int64 [n]).
     """
-    return torch.logsumexp(_scores(probe, key, positions, first, scale), -1)
+    if not runs_on_triton(key, block_size):
+        return torch.logsumexp(_scores(probe, key, _positions(starts, block_size), first, scale), -1)
+    grid, shared = _launch(probe, key, block_size)
+    rows, b, h, _ = probe.shape
+    part = torch.empty(b * h, grid[0], rows, dtype=torch.float32, device=key.device)
+    log_mass_kernel[grid](
+        probe, key, starts, part, rows, first, grid[1], grid[0], scale * LOG2_E, **shared, num_warps=4
+    )
+    return torch.logsumexp(part.mul_(1 / LOG2_E), 1).view(b, h, rows)
 
 
-def probe_scores(probe, key, positions, first: int, lse, scale: float, num_tokens: int):
+def probe_scores(probe, key, starts, first: int, lse, *, scale: float, block_size: int, num_tokens: int):
     """Mean probability over the probe rows, by key and by distance.
 
     lse [b, h, q] is over the keys of all ranks. Returns vertical [b, h, t], in the order of the local keys, and
     this rank's part of slash [b, h, N]: the sum over ranks is the mean of A[i, first + i - distance].
     """
+    if not runs_on_triton(key, block_size):
+        return _probe_scores_torch(probe, key, _positions(starts, block_size), first, lse, scale, num_tokens)
+    grid, shared = _launch(probe, key, block_size)
+    rows, b, h, _ = probe.shape
+    arrays = 2 * triton.cdiv(rows, shared["ROWS"])
+    vertical = torch.empty(b, h, key.shape[0], dtype=torch.float32, device=key.device)
+    slash = torch.zeros(arrays, b, h, num_tokens, dtype=torch.float32, device=key.device)
+    probe_scores_kernel[grid](
+        probe, key, starts, lse.contiguous(), vertical, slash, rows, first, grid[1], grid[0], num_tokens,
+        scale * LOG2_E, **shared, num_warps=4,
+    )  # fmt: skip
+    return vertical, slash.sum(0)
+
+
+def runs_on_triton(key, block_size: int) -> bool:
+    """Whether the Triton kernels take these keys; torch does the rest, and everything on a CPU."""
+    whole_tiles = block_size in (16, 32, 64) or block_size % TILE == 0
+    return key.is_cuda and key.dtype != torch.float64 and key.shape[-1] in (16, 32, 64, 128, 256) and whole_tiles
+
+
+def _launch(probe, key, block_size: int):
+    t, b, g, d = key.shape
+    tile = min(TILE, block_size)
+    shared = {"GROUP": probe.shape[2] // g, "BLOCK": block_size, "TILE": tile, "ROWS": min(ROWS, tile), "D": d}
+    return (t // tile, b * g), shared
+
+
+def _positions(starts, block_size: int) -> torch.Tensor:
+    return (starts[:, None] + torch.arange(block_size, device=starts.device)).flatten()
+
+
+def _probe_scores_torch(probe, key, positions, first: int, lse, scale: float, num_tokens: int):
     probability = torch.exp(_scores(probe, key, positions, first, scale) - lse[..., None])
     rows = probe.shape[0]
     slash = probability.new_zeros(*probability.shape[:2], num_tokens)

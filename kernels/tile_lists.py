@@ -1,53 +1,213 @@
 """Tile and column lists from masks: what a method decided becomes what the attention kernels walk.
 
-Legend: b batch, h query heads, g key heads, m query blocks, n key blocks, c column slots, t key tokens.
+The functions take CPU tensors through torch and GPU tensors through the Triton kernels of this file; the two give
+equal lists. A tile mask comes in one of two forms: bool [b, h, m, n], or by block distance, `Slashes`.
+
+Legend: b batch, h query heads, g key heads, m query blocks, n key blocks, M block distances, c column slots,
+t key tokens, G block size.
 """
 
+from typing import NamedTuple
+
 import torch
+import triton
+import triton.language as tl
 
 from .reference import pack_bits
 from .tiles import Columns
 
 SLOTS = 64  # column slots come in multiples of this: one column tile of the attention kernels
+CHUNK = 1024  # entries of a list that a program looks at together
+
+
+class Slashes(NamedTuple):
+    """A tile mask that depends on the block distance alone: mask[b, h, i, j] = on[b, h, query[i] - key[j]].
+
+    on bool [b, h, M]; query int64 [m] and key int64 [n] are global block ids; negative distances are off.
+    """
+
+    on: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+
+    def mask(self) -> torch.Tensor:
+        """The tiles as bool [b, h, m, n]."""
+        distance = self.query[:, None] - self.key
+        return self.on[:, :, distance.clamp(min=0)] & (distance >= 0)
+
+
+@triton.jit
+def _is_on(mask, query, key, head, i, j, m, n, distances, inside, SLASHES: tl.constexpr):
+    """Whether tiles (i, j) of a head are on; i or j may be a vector."""
+    if SLASHES:
+        # `+ 0 *` gives both pointers the shape of the mask, whichever of i and j is the vector.
+        distance = tl.load(query + i + 0 * j, mask=inside, other=0) - tl.load(key + j + 0 * i, mask=inside, other=0)
+        return tl.load(mask + head * distances + distance, mask=inside & (distance >= 0), other=0) != 0
+    return tl.load(mask + (head * m + i) * n + j, mask=inside, other=0) != 0
+
+
+@triton.jit
+def query_lists_kernel(mask, query, key, count, index, m, n, distances, SLASHES: tl.constexpr, CHUNK: tl.constexpr):
+    """The list of one (head, query block): ids of its key blocks, ascending."""
+    i, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = index + (head * m + i) * n
+    found = 0
+    for start in range(0, n, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        on = _is_on(mask, query, key, head, i, j, m, n, distances, j < n, SLASHES).to(tl.int32)
+        tl.store(row + found + tl.cumsum(on, 0) - 1, j, mask=on > 0)
+        found += tl.sum(on, 0)
+    tl.store(count + head * m + i, found)
+
+
+@triton.jit
+def key_lists_kernel(mask, query, key, count, index, m, n, distances, GROUP: tl.constexpr, SLASHES: tl.constexpr,
+                     CHUNK: tl.constexpr):  # fmt: skip
+    """The list of one (key head, key block): its (query head of the group, query block) pairs, ascending."""
+    j, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row = index + (pair * n + j) * GROUP * m
+    found = 0
+    for member in range(GROUP):
+        head = pair * GROUP + member
+        for start in range(0, m, CHUNK):
+            i = start + tl.arange(0, CHUNK)
+            on = _is_on(mask, query, key, head, i, j, m, n, distances, i < m, SLASHES).to(tl.int32)
+            tl.store(row + found + tl.cumsum(on, 0) - 1, member * m + i, mask=on > 0)
+            found += tl.sum(on, 0)
+    tl.store(count + pair * n + j, found)
+
+
+@triton.jit
+def column_slots_kernel(selected, before, index, t, c, n, G: tl.constexpr):
+    """Writes the selected keys of one block behind those of the earlier blocks of its head."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    local = block * G + tl.arange(0, G)
+    on = tl.load(selected + head * t + local).to(tl.int32)
+    slot = tl.load(before + head * (n + 1) + block) + tl.cumsum(on, 0) - 1
+    tl.store(index + head * c + slot, local, mask=(on > 0) & (slot < c))
+
+
+@triton.jit
+def column_bits_kernel(on, query, key, index, limit, visible, m, n, c, distances, G: tl.constexpr,
+                       WORDS: tl.constexpr):  # fmt: skip
+    """Visibility bits of one (head, query block): in front of `limit`, and in no tile that is on."""
+    i, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    end = tl.load(limit + head * m + i)
+    block = tl.load(query + i)
+    row = visible + (head * m + i) * (c // 32)
+    for start in range(0, c // 32, WORDS):
+        word = start + tl.arange(0, WORDS)
+        slot = word[:, None] * 32 + tl.arange(0, 32)[None, :]
+        column = tl.load(index + head * c + slot, mask=slot < end, other=0)
+        distance = block - tl.load(key + column // G, mask=slot < end, other=0)
+        covered = tl.load(on + head * distances + distance, mask=(slot < end) & (distance >= 0), other=1)
+        bits = ((slot < end) & (covered == 0)).to(tl.int32) << tl.arange(0, 32)[None, :]
+        tl.store(row + word, tl.sum(bits, 1), mask=word < c // 32)
 
 
 def list_by_query(mask) -> tuple[torch.Tensor, torch.Tensor]:
     """The attended key blocks of every query block.
 
-    mask bool [..., m, n]. Returns count int32 [..., m] and index int32 [..., m, n], ascending in its first `count`
-    slots.
+    mask bool [b, h, m, n] or Slashes. Returns count int32 [b, h, m] and index int32 [b, h, m, n], ascending in its
+    first `count` slots.
     """
-    index = torch.argsort(mask.logical_not().byte(), dim=-1, stable=True)
-    return mask.sum(-1, dtype=torch.int32).contiguous(), index.int().contiguous()
+    if not _device(mask).type == "cuda":
+        return _list(_tile_mask(mask))
+    return query_lists(mask)
 
 
 def list_by_key(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The attending (head, query block) pairs of every key block and key head.
 
-    mask bool [b, h, m, n]. Returns count int32 [b, g, n] and index int32 [b, g, n, (h / g) * m] whose entries are
-    (query head within its group) * m + query block, ascending in the first `count` slots.
+    mask bool [b, h, m, n] or Slashes. Returns count int32 [b, g, n] and index int32 [b, g, n, (h / g) * m] whose
+    entries are (query head within its group) * m + query block, ascending in the first `count` slots.
     """
-    merged = mask.unflatten(1, (groups, -1)).flatten(2, 3).transpose(-1, -2)
-    return list_by_query(merged)
+    if not _device(mask).type == "cuda":
+        return _list(_tile_mask(mask).unflatten(1, (groups, -1)).flatten(2, 3).transpose(-1, -2))
+    return key_lists(mask, groups)
 
 
-def list_columns(selected, covered, visible_blocks, block_size: int, slots: int) -> Columns:
+def list_columns(selected, slashes: Slashes, block_size: int, slots: int) -> Columns:
     """The selected key tokens of every head, and which query blocks see them.
 
-    selected        bool [b, h, t], in the order of the visiting shard, at most `slots` true in a row
-    covered         bool [b, h, m, n], tiles that the step attends anyway
-    visible_blocks  int64 [m], for every query block the number of (leading) key blocks that lie before it
+    selected bool [b, h, t], in the order of the visiting shard, with at most `slots` true in a row; `slashes` are the
+    tiles that the step attends anyway.
     """
     slots = -(-slots // SLOTS) * SLOTS
-    count = selected.sum(-1, dtype=torch.int32)
+    per_block = selected.unflatten(-1, (-1, block_size)).sum(-1, dtype=torch.int32)
+    before = torch.nn.functional.pad(per_block.cumsum(-1, dtype=torch.int32), (1, 0))
+    # Blocks ascend, so those in front of a query block are the first ones of the shard.
+    earlier = torch.searchsorted(slashes.key, slashes.query)
+    limit = before.index_select(-1, earlier)
+    place = column_bits if selected.is_cuda else _column_bits
+    index, visible = place(selected, slashes, before, limit, block_size, slots)
+    return Columns(index, before[..., -1].contiguous(), limit, visible)
+
+
+def query_lists(mask) -> tuple[torch.Tensor, torch.Tensor]:
+    """list_by_query on Triton."""
+    (b, h, m, n), arguments, shared = _launch(mask)
+    count = torch.empty(b, h, m, dtype=torch.int32, device=arguments[0].device)
+    index = torch.empty(b, h, m, n, dtype=torch.int32, device=count.device)
+    query_lists_kernel[(m, b * h)](*arguments, count, index, m, n, **shared)
+    return count, index
+
+
+def key_lists(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """list_by_key on Triton."""
+    (b, h, m, n), arguments, shared = _launch(mask)
+    count = torch.empty(b, groups, n, dtype=torch.int32, device=arguments[0].device)
+    index = torch.empty(b, groups, n, h // groups * m, dtype=torch.int32, device=count.device)
+    key_lists_kernel[(n, b * groups)](*arguments, count, index, m, n, GROUP=h // groups, **shared)
+    return count, index
+
+
+def column_bits(selected, slashes: Slashes, before, limit, block_size: int, slots: int):
+    """(index, visible) of list_columns on Triton."""
+    (b, h, t), m, n = selected.shape, len(slashes.query), len(slashes.key)
+    index = torch.zeros(b, h, slots, dtype=torch.int32, device=selected.device)
+    column_slots_kernel[(n, b * h)](selected, before, index, t, slots, n, G=block_size)
+    visible = torch.empty(b, h, m, slots // 32, dtype=torch.int32, device=selected.device)
+    column_bits_kernel[(m, b * h)](
+        slashes.on, slashes.query, slashes.key, index, limit, visible, m, n, slots, slashes.on.shape[-1],
+        G=block_size, WORDS=32,
+    )  # fmt: skip
+    return index, visible
+
+
+def _column_bits(selected, slashes: Slashes, before, limit, block_size: int, slots: int):
     place = torch.where(selected, selected.cumsum(-1) - 1, slots)
     index = place.new_zeros(*selected.shape[:-1], slots + 1)
-    index.scatter_(-1, place, torch.arange(selected.shape[-1], device=selected.device).expand_as(place))
+    index.scatter_(-1, place, torch.arange(selected.shape[-1]).expand_as(place))
     index = index[..., :slots]
-    per_block = selected.unflatten(-1, (-1, block_size)).sum(-1)
-    before = torch.nn.functional.pad(per_block.cumsum(-1), (1, 0))
-    limit = before[..., visible_blocks]
-    slot = torch.arange(slots, device=selected.device)
+    covered = slashes.mask()
     block = (index // block_size)[:, :, None].expand(-1, -1, covered.shape[2], -1)
-    visible = (slot < limit[..., None]) & ~covered.gather(-1, block)
-    return Columns(index.int(), count, limit.int(), pack_bits(visible))
+    visible = (torch.arange(slots) < limit[..., None]) & ~covered.gather(-1, block)
+    return index.int(), pack_bits(visible)
+
+
+def _list(mask) -> tuple[torch.Tensor, torch.Tensor]:
+    index = torch.argsort(mask.logical_not().byte(), dim=-1, stable=True)
+    return mask.sum(-1, dtype=torch.int32).contiguous(), index.int().contiguous()
+
+
+def _device(mask) -> torch.device:
+    return mask.on.device if isinstance(mask, Slashes) else mask.device
+
+
+def _tile_mask(mask) -> torch.Tensor:
+    return mask.mask() if isinstance(mask, Slashes) else mask
+
+
+def _launch(mask):
+    """(b, h, m, n), the first arguments of a list kernel and its settings."""
+    if isinstance(mask, Slashes):
+        b, h, distances = mask.on.shape
+        m, n = len(mask.query), len(mask.key)
+        arguments = (mask.on.contiguous(), mask.query, mask.key)
+    else:
+        (b, h, m, n), distances = mask.shape, 0
+        mask = mask.contiguous()
+        arguments = (mask, mask, mask)
+    chunk = min(CHUNK, triton.next_power_of_2(max(m, n)))
+    return (b, h, m, n), arguments, {"distances": distances, "SLASHES": distances > 0, "CHUNK": chunk}

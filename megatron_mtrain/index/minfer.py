@@ -14,8 +14,10 @@ from functools import lru_cache
 import torch
 
 from ..kernels.probe_scores import log_mass, probe_scores
-from ..kernels.tile_lists import list_by_key, list_by_query, list_columns
+from ..kernels.select import select
+from ..kernels.tile_lists import Slashes, list_by_key, list_by_query, list_columns
 from ..kernels.tiles import Tiles
+from ..config import load_pattern
 from ..layouts import Layout
 from ..ring import all_gather, all_reduce
 from .sparse_index import SparseIndex, causal_mask
@@ -44,17 +46,11 @@ class VerticalSlashIndex(SparseIndex):
 
     def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
         device, size = self.slash_on.device, self.layout.block_size
-        distance = self.block_distance(source, device)
-        mask = self.slash_on[:, :, distance.clamp(min=0)] & (distance >= 0)
-        count, index = list_by_query(mask)
-        key_count, key_index = list_by_key(mask, self.groups) if by_key else (None, None)
-        columns = list_columns(
-            self.vertical[:, :, self.layout.positions(source, device)],
-            mask,
-            (distance > 0).sum(-1),
-            size,
-            min(self.slots, self.layout.local_tokens),
-        )
+        slashes = Slashes(self.slash_on, *(self.layout.blocks(rank, device) for rank in (self.rank, source)))
+        count, index = list_by_query(slashes)
+        key_count, key_index = list_by_key(slashes, self.groups) if by_key else (None, None)
+        selected = self.vertical.index_select(-1, self.layout.positions(source, device))
+        columns = list_columns(selected, slashes, size, min(self.slots, self.layout.local_tokens))
         return Tiles(count, index, source == self.rank, size, columns, key_count, key_index)
 
     def dense_mask(self) -> torch.Tensor:
@@ -71,36 +67,25 @@ def build(config, query, key, layout, rings, *, rank: int, layer: int, scale: fl
     Raises ValueError when the pattern has no budget for this layer or these heads.
     """
     method, heads = config.method, query.shape[2]
-    budgets = _budgets(method.pattern_config_name, method.pattern, layer, config.head_offset, heads, query.device)
+    budgets = _budgets(method.pattern_config_name, layer, config.head_offset, heads, query.device)
     probes = min(method.last_q, layout.num_tokens)
     probe = _gather_probe(query, layout, rings, rank, probes)
-    positions = layout.positions(rank, query.device)
-    first = layout.num_tokens - probes
-    lse = torch.logsumexp(all_gather(log_mass(probe, key, positions, first, scale), rings), 0)
-    vertical, slash = probe_scores(probe, key, positions, first, lse, scale, layout.num_tokens)
+    first, size = layout.num_tokens - probes, layout.block_size
+    starts = layout.blocks(rank, query.device) * size
+    lse = torch.logsumexp(all_gather(log_mass(probe, key, starts, first, scale, size), rings), 0)
+    vertical, slash = probe_scores(
+        probe, key, starts, first, lse, scale=scale, block_size=size, num_tokens=layout.num_tokens
+    )
     vertical = layout.unshard(list(all_gather(vertical, rings)), -1)
-    slash = all_reduce(slash, rings)
+    scores = torch.stack([vertical, all_reduce(slash, rings)])
 
-    columns = select(vertical, budgets.vertical_share, budgets.vertical_cap)
+    kept = select(scores.flatten(0, 2), *budgets.rows(query.shape[1])).view(scores.shape)
+    columns, distances = kept.unbind(0)
     columns[..., : method.sink_tokens] = True
-    distances = select(slash, budgets.slash_share, budgets.slash_cap)
     distances[..., : method.local_window] = True
     slots = min(budgets.most_columns + method.sink_tokens, layout.num_tokens)
-    on = block_distances(distances, layout.block_size)
+    on = block_distances(distances, size)
     return VerticalSlashIndex(layout, rank, on, columns, key.shape[2], slots)
-
-
-def select(scores, share, cap) -> torch.Tensor:
-    """The highest scores of every row: bool, shaped like `scores` [b, h, N].
-
-    Descending, ties to the lower position, an entry is kept while the mass before it is below share [h] (so the one
-    that crosses it is kept) and fewer than cap [h] are kept. The mass is summed in float64.
-    """
-    ranked, order = torch.sort(scores, dim=-1, descending=True, stable=True)
-    before = ranked.double().cumsum(-1) - ranked
-    place = torch.arange(scores.shape[-1], device=scores.device)
-    keep = (before < share[:, None]) & (place < cap[:, None])
-    return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, keep)
 
 
 def block_distances(distances, block_size: int) -> torch.Tensor:
@@ -114,34 +99,38 @@ def block_distances(distances, block_size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Budgets:
-    """A layer's budgets of the local heads, on the device: shares float64 [h] (inf: fixed), caps int64 [h]."""
+    """A layer's budgets of the local heads, on the device: shares float64 [2, h] (inf: fixed), caps int32 [2, h].
 
-    vertical_share: torch.Tensor
-    vertical_cap: torch.Tensor
-    slash_share: torch.Tensor
-    slash_cap: torch.Tensor
+    The first row is for columns, the second for slashes.
+    """
+
+    share: torch.Tensor
+    cap: torch.Tensor
     most_columns: int
+
+    def rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Share and cap of every row of scores [2, batch, h, N]."""
+        return tuple(
+            tensor[:, None].expand(-1, batch, -1).flatten() for tensor in (self.share, self.cap)
+        )
 
 
 @lru_cache(maxsize=4096)
-def _budgets(name, pattern, layer: int, head_offset: int, heads: int, device) -> _Budgets:
+def _budgets(name, layer: int, head_offset: int, heads: int, device) -> _Budgets:
+    pattern = load_pattern(name)
     if layer >= len(pattern) or head_offset + heads > len(pattern[layer]):
         raise ValueError(
             f"pattern {name} has {len(pattern)} layers of {len(pattern[0])} heads; layer {layer}, heads "
             f"{head_offset} .. {head_offset + heads - 1} were asked for. Give the pattern file of this model"
         )
     rows = pattern[layer][head_offset : head_offset + heads]
-
-    def shares(values):
-        filled = [float("inf") if value is None else value for value in values]
-        return torch.tensor(filled, dtype=torch.float64, device=device)
-
+    shares = [[row.vertical_share for row in rows], [row.slash_share for row in rows]]
+    caps = [[row.vertical_cap for row in rows], [row.slash_cap for row in rows]]
+    filled = [[float("inf") if share is None else share for share in kind] for kind in shares]
     return _Budgets(
-        shares([row.vertical_share for row in rows]),
-        torch.tensor([row.vertical_cap for row in rows], device=device),
-        shares([row.slash_share for row in rows]),
-        torch.tensor([row.slash_cap for row in rows], device=device),
-        max(row.vertical_cap for row in rows),
+        torch.tensor(filled, dtype=torch.float64, device=device),
+        torch.tensor(caps, dtype=torch.int32, device=device),
+        max(caps[0]),
     )
 
 
