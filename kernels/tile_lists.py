@@ -111,7 +111,7 @@ def list_by_query(mask) -> tuple[torch.Tensor, torch.Tensor]:
     mask bool [b, h, m, n] or Slashes. Returns count int32 [b, h, m] and index int32 [b, h, m, n], ascending in its
     first `count` slots.
     """
-    if not _device(mask).type == "cuda":
+    if _device(mask).type != "cuda":
         return _list(_tile_mask(mask))
     return query_lists(mask)
 
@@ -122,7 +122,7 @@ def list_by_key(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     mask bool [b, h, m, n] or Slashes. Returns count int32 [b, g, n] and index int32 [b, g, n, (h / g) * m] whose
     entries are (query head within its group) * m + query block, ascending in the first `count` slots.
     """
-    if not _device(mask).type == "cuda":
+    if _device(mask).type != "cuda":
         return _list(_tile_mask(mask).unflatten(1, (groups, -1)).flatten(2, 3).transpose(-1, -2))
     return key_lists(mask, groups)
 
