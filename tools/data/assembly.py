@@ -51,8 +51,11 @@ class Assembler:
         tokens = 0
         while self.appended in self.finished:
             ids = self.part(self.appended, ".bin")
-            tokens += read_record(self.part(self.appended, ".npz"))[2]["counts"]["tokens"]
+            record = read_record(self.part(self.appended, ".npz"))[2]
+            tokens += record["counts"]["tokens"]
             with naming("write", self.path), open(ids, "rb") as stream:
+                if os.fstat(stream.fileno()).st_size != record["bytes"]:
+                    raise DataError(f"{ids} is damaged; remove {self.folder} to start anew")
                 shutil.copyfileobj(stream, self._stream, 1 << 20)
                 self._stream.flush()
                 os.fsync(self._stream.fileno())
@@ -60,11 +63,9 @@ class Assembler:
             self.appended += 1
         return tokens
 
-    def close(self, size: int) -> None:
-        """Cut data.bin to `size` bytes and close it."""
+    def close(self) -> None:
+        """Close data.bin."""
         with naming("write", self.path):
-            self._stream.truncate(size)
-            os.fsync(self._stream.fileno())
             self._stream.close()
 
 
@@ -80,13 +81,22 @@ def finish(settings: Settings, plan: dict, assembler: Assembler) -> None:
     if settings.mode == "pack":
         lengths, groups, dropped = pack(lengths, settings.seq_length)
     if not len(lengths):
-        raise DataError(
-            f"{settings.output}: nothing to write, no sample fills --seq-length {settings.seq_length}"
+        shutil.rmtree(settings.folder)  # no use to a run with another length
+        reason = (
+            "no document has text"
+            if settings.mode == "whole"
+            else f"no sample fills --seq-length {settings.seq_length}"
         )
+        raise DataError(f"{settings.output}: nothing to write, {reason}")
     target = load_tokenizer(settings.target_tokenizer)
     dtype = id_type(target.vocabulary)
-    assembler.close(int(lengths.sum()) * dtype.itemsize)
+    assembler.close()
     write_index(settings.folder / "data.idx", dtype, lengths, groups)
+    # What packing dropped is still in data.bin: cut now, it would not match the parts after a kill.
+    sizes = {
+        ".bin": int(lengths.sum()) * dtype.itemsize,
+        ".idx": os.path.getsize(settings.folder / "data.idx"),
+    }
     manifest = {
         **{key: plan[key] for key in ("tool", "format", "settings", "tokenizers")},
         "plan_sha256": fingerprint(plan),
@@ -99,8 +109,8 @@ def finish(settings: Settings, plan: dict, assembler: Assembler) -> None:
         "dtype": dtype.name,
         "domains": domains,
         "sources": [source for _, _, record in parts for source in record["sources"]],
-        "bytes": {end: os.path.getsize(settings.folder / f"data{end}") for end in (".bin", ".idx")},
-        "sha256": {end: sha256_file(settings.folder / f"data{end}") for end in (".bin", ".idx")},
+        "bytes": sizes,
+        "sha256": {end: sha256_file(settings.folder / f"data{end}", size) for end, size in sizes.items()},
         "versions": {"python": platform.python_version(), **installed(PACKAGES)},
     }
     write_atomic(settings.folder / "data.json", json.dumps(manifest, indent=1).encode() + b"\n")

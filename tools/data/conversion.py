@@ -47,12 +47,21 @@ def convert(settings: Settings, units: Sequence[Unit], workers: int, options: di
             assembler = Assembler(settings.folder, len(units))
             run_units(settings, units, workers, assembler)
             finish(settings, plan, assembler)
-        for end in ENDS:  # data.json last: as long as it is there, a killed run has only this loop to repeat
-            if (settings.folder / f"data{end}").exists():
-                with naming("write", f"{settings.output}{end}"):
-                    os.replace(settings.folder / f"data{end}", f"{settings.output}{end}")
+        publish(settings)
         shutil.rmtree(settings.folder, ignore_errors=True)
     return read_json(f"{settings.output}.json")
+
+
+def publish(settings: Settings) -> None:
+    """Rename the finished files, data.json last: while it is there, a killed run has only this to repeat."""
+    size = read_json(settings.folder / "data.json")["bytes"][".bin"]
+    for end in ENDS:
+        path = settings.folder / f"data{end}"
+        if path.exists():
+            with naming("write", f"{settings.output}{end}"):
+                if end == ".bin":
+                    os.truncate(path, size)
+                os.replace(path, f"{settings.output}{end}")
 
 
 def make_plan(settings: Settings, units: Sequence[Unit], options: dict) -> dict:

@@ -55,10 +55,15 @@ def read_json(path: os.PathLike | str) -> dict:
         raise DataError(f"{path}: not JSON ({error}); remove it") from None
 
 
-def sha256_file(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file's bytes, read in pieces. Raises DataError."""
+def sha256_file(path: Path, size: int | None = None) -> str:
+    """The hexadecimal SHA-256 of a file, or of its first `size` bytes, read in pieces. Raises DataError."""
+    digest = hashlib.sha256()
     with naming("read", path), open(path, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+        left = os.fstat(stream.fileno()).st_size if size is None else size
+        while left and (data := stream.read(min(left, 1 << 20))):
+            digest.update(data)
+            left -= len(data)
+    return digest.hexdigest()
 
 
 @contextmanager

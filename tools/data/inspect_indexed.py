@@ -24,11 +24,10 @@ BAR = 50  # characters of the longest bar
 
 def describe(values: numpy.ndarray, what: str) -> str:
     """One line with the count, extremes, quartiles and mean of `values`."""
-    low, first, middle, third, high = numpy.percentile(values, [0, 25, 50, 75, 100])
-    return (
-        f"{what}: {len(values):,}; min {low:,.0f}, quartiles {first:,.0f} / {middle:,.0f} / {third:,.0f}, "
-        f"max {high:,.0f}, mean {values.mean():,.1f}"
-    )
+    marks = numpy.percentile(values, [0, 25, 50, 75, 100]).tolist()
+    low, first, middle, third, high = (f"{mark:,.1f}".removesuffix(".0") for mark in marks)
+    quartiles = f"quartiles {first} / {middle} / {third}"
+    return f"{what}: {len(values):,}; min {low}, {quartiles}, max {high}, mean {values.mean():,.1f}"
 
 
 def histogram(lengths: numpy.ndarray) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Small tokenizers, a ProLong-shaped input made of them, and the real sample and rank files where they exist."""
+"""Small tokenizers, ProLong-shaped input made with them; the real sample and rank files if they exist."""
 
 import base64
 import importlib.util
@@ -43,7 +43,9 @@ def packaged(package: str, name: str) -> Path | None:
 LLAMA3 = packaged("llama_models", "llama3/tokenizer.model")
 QWEN = packaged("dashscope", "resources/qwen.tiktoken")
 needs_sample = pytest.mark.skipif(not SAMPLE.is_dir(), reason="the ProLong sample is not beside the checkout")
-needs_ranks = pytest.mark.skipif(not (LLAMA3 and QWEN), reason="needs the packages llama-models and dashscope")
+needs_ranks = pytest.mark.skipif(
+    not (LLAMA3 and QWEN), reason="needs the packages llama-models and dashscope"
+)
 
 
 @pytest.fixture(scope="session")
@@ -78,8 +80,13 @@ def prolong(tmp_path_factory, ranks) -> tuple[Path, dict[str, list[list[tuple[st
         for size in shards:
             made.append([])
             for _ in range(size):
-                documents = [(rng.choice(HARD_TEXT) * rng.randint(1, 3), rng.random() < 0.7) for _ in range(rng.randint(1, 4))]
-                parts = [[begin, *source.encode(text), *([end] if ended else [])] for text, ended in documents]
+                documents = [
+                    (rng.choice(HARD_TEXT) * rng.randint(1, 3), rng.random() < 0.7)
+                    for _ in range(rng.randint(1, 4))
+                ]
+                parts = [
+                    [begin, *source.encode(text), *([end] if ended else [])] for text, ended in documents
+                ]
                 bounds = numpy.cumsum([0, *map(len, parts)])
                 made[-1].append(
                     {
@@ -96,7 +103,7 @@ def prolong(tmp_path_factory, ranks) -> tuple[Path, dict[str, list[list[tuple[st
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Call a tool's main in this process: run(module, *arguments) gives (exit code, last line of an error, output)."""
+    """Call a tool's main in this process: run(module, *arguments) gives (exit code, message, output)."""
 
     def call(module, *arguments) -> tuple[int, str, str]:
         name = module.__name__.rpartition(".")[2]

@@ -47,7 +47,11 @@ def shard_bytes(columns: dict[str, str], samples: list[dict]) -> bytes:
     """A raw shard of `samples`, whose `columns` ({name: encoding}) are stored sorted by name."""
     names = sorted(columns)
     sizes = [fixed_size(columns[name]) for name in names]
-    header = {"column_names": names, "column_encodings": [columns[name] for name in names], "column_sizes": sizes}
+    header = {
+        "column_names": names,
+        "column_encodings": [columns[name] for name in names],
+        "column_sizes": sizes,
+    }
     config = json.dumps({**header, "compression": None, "hashes": [], "size_limit": 1 << 26}).encode()
     rows = []
     for sample in samples:
@@ -76,7 +80,7 @@ def write_domain(
     hashes: tuple[str, ...] = (),
     procs: bool = False,
 ) -> list[Path]:
-    """Write a domain of several shards with its index.json, in procNN-NN/ folders if `procs`; returns the files."""
+    """Write the shards of a domain and its index.json, in procNN-NN/ folders if `procs`; return the files."""
     entries, files = [], []
     for number, samples in enumerate(shards):
         raw = shard_bytes(columns, samples)

@@ -21,7 +21,9 @@ def test_megatron_reads_it(tmp_path, dtype):
     sequences = [[1, 2, 3], [4], [5, 6], [7, 8, 9, 65000]]
     write(tmp_path / "d", sequences, [3, 1], dtype)
     theirs, ours = IndexedDataset(str(tmp_path / "d")), read_indexed(tmp_path / "d")
-    assert [theirs[n].tolist() for n in range(4)] == sequences == [ours.sequence(n).tolist() for n in range(4)]
+    assert (
+        [theirs[n].tolist() for n in range(4)] == sequences == [ours.sequence(n).tolist() for n in range(4)]
+    )
     assert theirs.document_indices.tolist() == [0, 3, 4] and ours.group_ends.tolist() == [3, 4]
     assert theirs[0].dtype == dtype
 

@@ -67,8 +67,10 @@ def test_other_encodings(tmp_path, encoding, value):
     write_domain(tmp_path, {"a": "str", "b": encoding, "c": "str"}, [[{"a": "x", "b": value, "c": "yz"}]])
     (found,) = read_all(tmp_path, ("a", "b", "c"))
     assert (found["a"], found["c"]) == ("x", "yz")
-    assert numpy.array_equal(found["b"], value) and numpy.asarray(found["b"]).dtype == numpy.asarray(value).dtype or (
-        numpy.isscalar(value) and found["b"] == value
+    assert (
+        numpy.array_equal(found["b"], value)
+        and numpy.asarray(found["b"]).dtype == numpy.asarray(value).dtype
+        or (numpy.isscalar(value) and found["b"] == value)
     )
 
 
@@ -122,7 +124,9 @@ def test_damaged_raw_shard_is_told_with_its_name(tmp_path, kind):
 
 @pytest.mark.parametrize("compression", [None, "gz"], ids=str)
 def test_hashes_find_any_flipped_byte(tmp_path, compression):
-    (path,) = write_domain(tmp_path, COLUMNS, [[prolong_sample(40)]], compression=compression, hashes=("md5",))
+    (path,) = write_domain(
+        tmp_path, COLUMNS, [[prolong_sample(40)]], compression=compression, hashes=("md5",)
+    )
     data = path.read_bytes()
     for position in range(0, len(data), 7):
         path.write_bytes(flip(data, position))

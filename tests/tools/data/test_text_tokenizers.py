@@ -1,4 +1,4 @@
-"""Every kind of tokenizer: text comes back, what looks like a special token stays text, wrong files are told."""
+"""Every kind of tokenizer: text comes back, what looks special stays text, wrong files are told."""
 
 import json
 
@@ -19,9 +19,10 @@ def pieces(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("pieces")
     (folder / "text").write_text("\n".join(HARD_TEXT * 5))
     sentencepiece.SentencePieceTrainer.train(
-        input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=500, byte_fallback=True, model_type="bpe",
+        input=str(folder / "text"), model_prefix=str(folder / "m"), vocab_size=500, byte_fallback=True,
+       
         normalization_rule_name="identity", remove_extra_whitespaces=False, character_coverage=0.98,
-        hard_vocab_limit=False, minloglevel=2,
+        hard_vocab_limit=False, minloglevel=2, model_type="bpe",
     )  # fmt: skip
     return str(folder / "m.model")
 
@@ -88,7 +89,7 @@ def test_a_cut_inside_a_character_becomes_replacement_characters(ranks):
 
 
 def hugging_face(folder, added: list[dict], config: dict) -> str:
-    """A byte-level tokenizer.json with added tokens, whose ids follow the 256 bytes, and a tokenizer_config.json."""
+    """A byte-level tokenizer.json with added tokens, whose ids follow the 256 bytes, and its config."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     model = Tokenizer(models.BPE(vocab={symbol: n for n, symbol in enumerate(byte_symbols())}, merges=[]))
@@ -105,7 +106,9 @@ def hugging_face(folder, added: list[dict], config: dict) -> str:
 def test_added_tokens_are_text_in_text(tmp_path):
     added = [{"content": "<|endoftext|>", "special": True}, {"content": "<tool_call>", "special": False},
              {"content": "    ", "special": False}]  # fmt: skip
-    tokenizer = load_tokenizer(hugging_face(tmp_path / "t", added, {"eos_token": {"content": "<|endoftext|>"}}))
+    tokenizer = load_tokenizer(
+        hugging_face(tmp_path / "t", added, {"eos_token": {"content": "<|endoftext|>"}})
+    )
     assert len(tokenizer.encode("<|endoftext|><tool_call>")) == len("<|endoftext|><tool_call>")
     assert tokenizer.encode("    x").tolist() == [258, ord("x")]  # blanks are an ordinary token, not a marker
     assert tokenizer.special_ids.tolist() == [256, 257] and tokenizer.end_of_document == 256
@@ -113,7 +116,10 @@ def test_added_tokens_are_text_in_text(tmp_path):
 
 
 def test_a_chat_variant_still_knows_the_end_of_pre_training_documents(tmp_path):
-    added = [{"content": token, "special": True} for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")]
+    added = [
+        {"content": token, "special": True}
+        for token in ("<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>")
+    ]
     config = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
     tokenizer = load_tokenizer(hugging_face(tmp_path / "t", added, config))
     assert (tokenizer.begin_ids, tokenizer.end_ids, tokenizer.end_of_document) == ([256], [257, 258], 258)
