@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # Qwen2.5-0.5B at 16384 tokens on one GPU with Transformer Engine, bf16 and the distributed optimizer.
 # Usage: bash examples/qwen2.5_0.5b_one_gpu.sh [flags that win over the ones below]
-# Change --seq-length, --context-parallel-size and --attn-type to go further.
+# ATTN="--attn-type dense" compares with exact attention; --seq-length and --context-parallel-size go further.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 "$PYTHON" -m tools.data.make_demo_data --output demo/text
 
-PARALLEL=(--context-parallel-size 1 --attn-type minfer --train-attn-config minfer_qwen2.5_0.5b_0.90)
+read -ra ATTN <<< "${ATTN:---attn-type minfer --train-attn-config minfer_qwen2.5_0.5b_0.90}"
+PARALLEL=(--context-parallel-size 1 "${ATTN[@]}")
 MODEL=(--num-layers 24 --hidden-size 896 --ffn-hidden-size 4864 --num-attention-heads 14 --num-query-groups 2
        --vocab-size 151936 --make-vocab-size-divisible-by 64)
 DATA=(--data-path demo/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model demo/text_tokenizer --split 99,1,0)

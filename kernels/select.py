@@ -13,7 +13,7 @@ import triton.language as tl
 
 # 131072 scores, 32 rows: one program a row is bound by load latency; 16 pieces a row fill the GPU.
 PARTS = 16
-CHUNK = 1024
+CHUNK = 256  # 16 thresholds x 256 scores: sums stay in registers until the end
 PASSES = 8
 
 
@@ -61,17 +61,18 @@ def count_kernel(scores, share, cap, state, counts, masses, length, rows, part_l
     digits = tl.arange(0, 16)
     trial = threshold + (digits << (28 - 4 * step))
     valid = digits < _digits(step)
-    count = tl.zeros([16], dtype=tl.int32)
-    mass = tl.zeros([16], dtype=tl.float64)
+    count = tl.zeros([16, CHUNK], dtype=tl.int32)
+    mass = tl.zeros([16, CHUNK], dtype=tl.float32)
     end = tl.minimum((part + 1) * part_length, length)
     for start in range(part * part_length, end, CHUNK):
         at = start + tl.arange(0, CHUNK)
-        x = tl.load(scores + row * length + at, mask=at < end, other=0.0)
-        taken = (x.to(tl.int32, bitcast=True)[None, :] >= trial[:, None]) & (at < end)[None, :] & valid[:, None]
-        count += tl.sum(taken.to(tl.int32), 1)
-        mass += tl.sum(tl.where(taken, x[None, :], 0.0), 1).to(tl.float64)
-    tl.store(counts + base + part * 16 + digits, count)
-    tl.store(masses + base + part * 16 + digits, mass)
+        x = tl.load(scores + row * length + at, mask=at < end, other=-1.0)
+        # -1 past the end has its sign bit set: below every threshold.
+        taken = (x.to(tl.int32, bitcast=True)[None, :] >= trial[:, None]) & valid[:, None]
+        count += taken.to(tl.int32)
+        mass += tl.where(taken, x[None, :], 0.0)
+    tl.store(counts + base + part * 16 + digits, tl.sum(count, 1))
+    tl.store(masses + base + part * 16 + digits, tl.sum(mass.to(tl.float64), 1))
 
 
 @triton.jit

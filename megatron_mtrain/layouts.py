@@ -79,9 +79,8 @@ class Layout:
         """The inverse of `shard`: the tensors of ranks 0 .. W-1, joined in global order along `dim`."""
         if len(shards) != self.world_size:
             raise ValueError(f"got {len(shards)} shards; this layout has {self.world_size} ranks")
-        order = torch.cat([self.positions(rank) for rank in range(self.world_size)])
         joined = torch.cat(list(shards), dim)
-        return joined.index_select(dim, torch.argsort(order).to(joined.device))
+        return joined.index_select(dim, _order(self, joined.device))
 
 
 # Kept on the device they are used on: a copy from the host in every layer would stall it.
@@ -101,6 +100,12 @@ def _blocks(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
 def _positions(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
     starts = layout.blocks(rank, device) * layout.block_size
     return (starts[:, None] + torch.arange(layout.block_size, device=device)).flatten()
+
+
+@lru_cache(maxsize=16)
+def _order(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Where each global position is in the shards of ranks 0 .. W-1, put one behind the other: int64 [N]."""
+    return torch.argsort(torch.cat([layout.positions(rank, device) for rank in range(layout.world_size)]))
 
 
 @lru_cache(maxsize=256)
