@@ -21,7 +21,7 @@ def attend(query, key, value, tiles, scale: float) -> tuple[torch.Tensor, torch.
 
     Raises ValueError for shapes or dtypes that the kernels do not have.
     """
-    _check(query, key, tiles, scale)
+    tiles = _check(query, key, tiles, scale)
     query, key, value = (x.contiguous() for x in (query, key, value))
     if tiles.columns is not None:
         key, value = (vertical.gather_columns(x, tiles.columns, query.shape[2]) for x in (key, value))
@@ -33,7 +33,7 @@ def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, 
 
     grad_out is rounded to the dtype of query. Raises ValueError as `attend` does.
     """
-    _check(query, key, tiles, scale)
+    tiles = _check(query, key, tiles, scale)
     grad_out, query, key, value = (x.to(query.dtype).contiguous() for x in (grad_out, query, key, value))
     if delta is None:
         delta = block_sparse.row_delta(grad_out, out.contiguous())
@@ -65,7 +65,8 @@ def with_key_lists(tiles, groups: int):
     return tiles._replace(key_count=place[..., -1].contiguous(), key_index=index[..., :entries].contiguous())
 
 
-def _check(query, key, tiles, scale: float) -> None:
+def _check(query, key, tiles, scale: float):
+    """The tiles, without columns where there are no slots for any."""
     (s, _, h, d), (t, _, g, _), size = query.shape, key.shape, tiles.block_size
     if query.dtype not in DTYPES or d not in HEAD_DIMS:
         raise ValueError(
@@ -79,3 +80,4 @@ def _check(query, key, tiles, scale: float) -> None:
         )
     if h % g or scale <= 0:
         raise ValueError(f"{h} query heads must be a multiple of {g} key heads, and the scale {scale} positive")
+    return tiles._replace(columns=None) if tiles.columns is not None and not tiles.columns.index.shape[-1] else tiles

@@ -22,45 +22,44 @@ SMALLEST_CHUNK = 16  # query blocks; the parts of shorter chunks cost more to wr
 
 @triton.jit
 def dcolumn_kernel(query, keys, values, grad_out, lse, delta, dkeys, dvalues, first_block, visible, qk_scale, scale, m,
-                   chunk, c, batched_heads, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+                   chunk, c, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
                    ROWS: tl.constexpr, TILE: tl.constexpr):
     parts: tl.constexpr = BLOCK // ROWS
     tile = tl.program_id(0)
     query_head = tl.program_id(1)
-    begin = tl.program_id(2) * chunk
-    end = tl.minimum(begin + chunk, m)
-    begin = tl.maximum(begin, tl.load(first_block + query_head * tl.num_programs(0) + tile))
-    if begin < end:
-        key_head = query_head // GROUP
-        at = query_head % GROUP * c + tile * TILE
-        k = keys.load([at, key_head * D])
-        v = values.load([at, key_head * D])
-        dk = tl.zeros([TILE, D], tl.float32)
-        dv = tl.zeros([TILE, D], tl.float32)
-        words = visible + (query_head * m).to(tl.int64) * (c // 32)
-        low, high = _words(words + begin.to(tl.int64) * (c // 32), tile * TILE, True, TILE)
-        for step in range(begin * parts, end * parts):
-            block = (step + 1) // parts
-            next_low, next_high = _words(words + block.to(tl.int64) * (c // 32), tile * TILE, block < end, TILE)
-            row = step * ROWS
-            q = query.load([row, query_head * D])
-            do = grad_out.load([row, query_head * D])
-            row_lse = lse.load([query_head * (m * BLOCK) + row])
-            row_delta = delta.load([query_head * (m * BLOCK) + row])
-            scores = tl.dot(k, q.T, input_precision="ieee")
-            p = tl.exp2(scores * qk_scale - row_lse[None, :])
-            p = tl.where(_seen(low, high, TILE)[:, None], p, 0.0)
-            dk, dv = dkey_step(p, q, k, v, do, row_delta, dk, dv)
-            low, high = next_low, next_high
-        row = (tl.program_id(2) * batched_heads + query_head).to(tl.int64) * c + tile * TILE + tl.arange(0, TILE)
-        to = row[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(dkeys + to, dk * scale)
-        tl.store(dvalues + to, dv)
+    key_head = query_head // GROUP
+    # Late chunks first: there all columns are visible, and the programs that find nothing to do are the last.
+    part = tl.num_programs(2) - 1 - tl.program_id(2)
+    end = tl.minimum((part + 1) * chunk, m)
+    begin = tl.maximum(part * chunk, tl.load(first_block + query_head * tl.num_programs(0) + tile))
+    at = query_head % GROUP * c + tile * TILE
+    k = keys.load([at, key_head * D])
+    v = values.load([at, key_head * D])
+    dk = tl.zeros([TILE, D], tl.float32)
+    dv = tl.zeros([TILE, D], tl.float32)
+    words = visible + (query_head * m).to(tl.int64) * (c // 32)
+    low, high = _words(words + begin.to(tl.int64) * (c // 32), tile * TILE, begin < end, TILE)
+    for step in range(begin * parts, end * parts):
+        block = (step + 1) // parts
+        next_low, next_high = _words(words + block.to(tl.int64) * (c // 32), tile * TILE, block < end, TILE)
+        row = step * ROWS
+        q = query.load([row, query_head * D])
+        do = grad_out.load([row, query_head * D])
+        row_lse = lse.load([query_head * (m * BLOCK) + row])
+        row_delta = delta.load([query_head * (m * BLOCK) + row])
+        scores = tl.dot(k, q.T, input_precision="ieee")
+        scores = tl.where(_seen(low, high, TILE)[:, None], scores, float("-inf"))
+        dk, dv = dkey_step(scores, q, v, do, row_lse, row_delta, dk, dv, qk_scale)
+        low, high = next_low, next_high
+    row = (part * tl.num_programs(1) + query_head).to(tl.int64) * c + tile * TILE + tl.arange(0, TILE)
+    to = row[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(dkeys + to, dk * scale)
+    tl.store(dvalues + to, dv)
 
 
 @triton.jit
-def add_columns_kernel(dkey, dvalue, dkeys, dvalues, slot_of, first_block, chunk, chunks, t, c, tiles, batched_heads,
-                       GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr):
+def add_columns_kernel(dkey, dvalue, dkeys, dvalues, slot_of, t, c, GROUP: tl.constexpr, D: tl.constexpr,
+                       ROWS: tl.constexpr):
     key_head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dk = tl.zeros([ROWS, D], tl.float32)
@@ -68,14 +67,12 @@ def add_columns_kernel(dkey, dvalue, dkeys, dvalues, slot_of, first_block, chunk
     hit = tl.zeros([ROWS], tl.int32)
     for head in range(key_head * GROUP, key_head * GROUP + GROUP):
         slot = tl.load(slot_of + tl.cast(head, tl.int64) * (t + 1) + rows, mask=rows < t, other=-1)
-        first = tl.load(first_block + head * tiles + slot // TILE, mask=slot >= 0, other=2147483647)
-        hit |= (slot >= 0).to(tl.int32)
-        for part in range(chunks):
-            wanted = ((part + 1) * chunk > first)[:, None]
-            at = (part * batched_heads + head) * c.to(tl.int64) + slot
-            at = at[:, None] * D + tl.arange(0, D)[None, :]
-            dk += tl.load(dkeys + at, mask=wanted, other=0.0)
-            dv += tl.load(dvalues + at, mask=wanted, other=0.0)
+        if tl.max(slot, 0) >= 0:
+            wanted = slot >= 0
+            hit |= wanted.to(tl.int32)
+            at = (tl.cast(head, tl.int64) * c + slot)[:, None] * D + tl.arange(0, D)[None, :]
+            dk += tl.load(dkeys + at, mask=wanted[:, None], other=0.0)
+            dv += tl.load(dvalues + at, mask=wanted[:, None], other=0.0)
     to = rows.to(tl.int64)[:, None] * (tl.num_programs(1) * D) + key_head * D + tl.arange(0, D)[None, :]
     wanted = (hit != 0)[:, None]
     tl.store(dkey + to, tl.load(dkey + to, mask=wanted, other=0.0) + dk, mask=wanted)
@@ -118,13 +115,13 @@ def add_column_gradients(dkey, dvalue, grad_out, query, gathered, rows, tiles, s
     dcolumn_kernel[(tile_count, b * h, chunks)](
         matrix(query, q_rows), matrix(keys, tile), matrix(values, tile), matrix(grad_out, q_rows), vector(lse, q_rows),
         vector(delta, q_rows), parts[0], parts[1], first_block, columns.visible, qk_scale=scale * LOG2_E, scale=scale,
-        m=m, chunk=chunk, c=c, batched_heads=b * h, GROUP=h // g, D=d, BLOCK=size, ROWS=q_rows, TILE=tile,
+        m=m, chunk=chunk, c=c, GROUP=h // g, D=d, BLOCK=size, ROWS=q_rows, TILE=tile,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    sums = parts.sum(1)
     add_columns_kernel[(triton.cdiv(t, 32), b * g)](
-        dkey, dvalue, parts[0], parts[1], _slot_of(columns, t), first_block, chunk=chunk, chunks=chunks, t=t, c=c,
-        tiles=tile_count, batched_heads=b * h, GROUP=h // g, D=d, ROWS=32, TILE=tile, num_warps=4,
-    )  # fmt: skip
+        dkey, dvalue, sums[0], sums[1], _slot_of(columns, t), t=t, c=c, GROUP=h // g, D=d, ROWS=32, num_warps=4
+    )
 
 
 def _slot_of(columns, t: int) -> torch.Tensor:
