@@ -54,7 +54,26 @@ def token_mask(tiles, blocks: slice, listed: torch.Tensor) -> torch.Tensor:
         hits = torch.zeros(*rows.shape[:3], n * size, dtype=torch.int32, device=listed.device)
         hits.scatter_add_(-1, columns.index[:, :, None].expand_as(visible).long(), visible.int())
         mask |= hits.bool().repeat_interleave(size, dim=2)
+    if tiles.routes is not None:
+        first = blocks.indices(m)[0] * size
+        mask |= routed_rows(tiles.routes, slice(first, first + mask.shape[2]), n * size)
     return mask
+
+
+def routed_rows(routes, rows: slice, num_keys: int) -> torch.Tensor:
+    """Which keys the query rows `rows` attend by a route: bool [b, h, rows, t]."""
+    b, h, runs = *routes.row_start.shape[:2], routes.row_start.shape[2] - 1
+    entry = torch.arange(routes.row_index.shape[-1], dtype=torch.int32, device=routes.row_index.device)
+    ends = routes.row_start[..., 1:].contiguous()
+    run = torch.searchsorted(ends, entry.expand(b, h, -1).contiguous(), right=True)
+    inside = (run < runs) & (routes.row_index >= rows.start) & (routes.row_index < rows.stop)
+    place = torch.where(inside, (routes.row_index - rows.start) * runs + run, (rows.stop - rows.start) * runs)
+    sent = torch.zeros(b, h, (rows.stop - rows.start) * runs + 1, dtype=torch.bool, device=entry.device)
+    sent.scatter_(-1, place.long(), True)
+    run_of_key = torch.searchsorted(
+        routes.key_start[1:].contiguous(), torch.arange(num_keys, device=entry.device).int(), right=True
+    )
+    return sent[..., :-1].unflatten(-1, (-1, runs))[..., run_of_key]
 
 
 def attend(query, key, value, tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,7 @@
 """One ring step: which tiles of (query block, key block) are attended, and the two functions that attend them.
 
 Legend: b batch, s query tokens, t key tokens, h query heads, g key heads, d head size, m query blocks,
-n key blocks, c column slots; all of the local query shard and of the visiting key shard.
+n key blocks, c column slots, r runs of routed keys, e routed rows; all of the local query shard and of the visiting key shard.
 """
 
 import logging
@@ -31,6 +31,20 @@ class Columns(NamedTuple):
     visible: torch.Tensor
 
 
+class Routes(NamedTuple):
+    """Query rows sent to runs of keys one by one, on top of the tiles: every listed row attends the whole run.
+
+    key_start  int32 [r + 1], run i is the local keys key_start[i] .. key_start[i + 1] - 1 of the visiting shard
+    row_start  int32 [b, h, r + 1] and
+    row_index  int32 [b, h, e], the local query rows of run i are row_index[row_start[i] .. row_start[i + 1] - 1],
+               ascending. No tile of the step covers what a route covers. What follows the last run is undefined
+    """
+
+    key_start: torch.Tensor
+    row_start: torch.Tensor
+    row_index: torch.Tensor
+
+
 class Tiles(NamedTuple):
     """What the local queries attend in the visiting key shard. All tensors are contiguous.
 
@@ -41,6 +55,7 @@ class Tiles(NamedTuple):
                  and every other tile is attended whole
     block_size   tokens of a block
     columns      Columns or None
+    routes       Routes or None
     key_count    int32 [b, g, n] and
     key_index    int32 [b, g, n, (h / g) * m], the same tiles listed by key block and key head, for dK and dV:
                  an entry is (query head within its group) * m + query block, ascending. None in a forward.
@@ -51,6 +66,7 @@ class Tiles(NamedTuple):
     diagonal: bool
     block_size: int
     columns: Columns | None = None
+    routes: Routes | None = None
     key_count: torch.Tensor | None = None
     key_index: torch.Tensor | None = None
 

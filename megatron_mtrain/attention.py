@@ -40,7 +40,7 @@ def sparse_ring_attention(
     with torch.no_grad():
         index = build_index(config, query, key, layout, rings, layer, softmax_scale=scale)
     out = _RingAttention.apply(query, key, value, index, rings, scale, config.backend)
-    return (out, index) if return_index else out
+    return (out, index.complete(rings)) if return_index else out
 
 
 class _RingAttention(torch.autograd.Function):

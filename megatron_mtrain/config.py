@@ -63,11 +63,76 @@ class MinferConfig:
         return load_pattern(self.pattern_config_name)
 
 
+@dataclass(frozen=True)
+class MobaConfig:
+    """Mixture of block attention: every query token chooses whole chunks of earlier keys, and sees its own.
+
+    moba_chunk_size  tokens of a chunk, a multiple of the block size
+    moba_topk        chunks that a token attends, its own included
+    """
+
+    moba_chunk_size: int
+    moba_topk: int
+
+    def __post_init__(self):
+        _check_int("moba_chunk_size", self.moba_chunk_size, 1)
+        _check_int("moba_topk", self.moba_topk, 1)
+
+
+@dataclass(frozen=True)
+class XattnConfig:
+    """XAttention: blocks chosen by sums along the antidiagonals of the scores.
+
+    granularity  tokens of a block; the YAML's word for block_size
+    stride       tokens of a cell: scores are summed over `stride` antidiagonal elements of a stride x stride square
+    norm         divides the scores of cells, over sqrt(d) * stride
+    threshold    share of a query block's probability that its chosen blocks reach
+    keep_sink    always choose the first block (it always is)
+    keep_recent  always choose the block before the own one
+    chunk_size   most query tokens scored at a time: bounds memory, changes nothing else
+    The others are accepted at the one value that they have in published files.
+    """
+
+    granularity: int = 128
+    stride: int = 16
+    norm: float = 1.0
+    threshold: float = 0.9
+    keep_sink: bool = False
+    keep_recent: bool = False
+    chunk_size: int = 16384
+    softmax: bool = True
+    select_mode: str = "inverse"
+    use_triton: bool = True
+    causal: bool = True
+    kdb: int = 1
+
+    def __post_init__(self):
+        for name in ("granularity", "stride", "chunk_size"):
+            _check_int(name, getattr(self, name), 1)
+        if self.granularity % self.stride:
+            raise ValueError(
+                f"stride {self.stride} does not divide granularity {self.granularity}; use a divisor, such as 16 or 8"
+            )
+        if isinstance(self.norm, bool) or not isinstance(self.norm, int | float) or self.norm <= 0:
+            raise ValueError(f"norm {self.norm!r} must be a number above 0")
+        threshold = self.threshold
+        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+            raise ValueError(f"threshold {threshold!r} must be a number from 0 to 1")
+        for name in ("keep_sink", "keep_recent"):
+            _check_choice(name, getattr(self, name), (True, False))
+        published = {"softmax": True, "select_mode": "inverse", "use_triton": True, "causal": True, "kdb": 1}
+        for name, value in published.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name} {getattr(self, name)!r} is not supported; leave it out, or set {value}")
+
+
 METHODS: dict[str, type] = {
     "dense": DenseConfig,
     "zigzag_ring": DenseConfig,
     "stripe_ring": DenseConfig,
     "minfer": MinferConfig,
+    "moba": MobaConfig,
+    "xattn": XattnConfig,
 }
 ATTN_TYPES = tuple(METHODS)
 _FIXED_LAYOUT = {"zigzag_ring": "zigzag", "stripe_ring": "stripe"}
@@ -108,6 +173,16 @@ class AttentionConfig:
             raise ValueError(
                 f"attn_type {self.attn_type!r} needs {METHODS[self.attn_type].__name__}; got {self.method!r}"
             )
+        if self.attn_type == "moba" and self.method.moba_chunk_size % self.block_size:
+            raise ValueError(
+                f"moba_chunk_size {self.method.moba_chunk_size} is not a multiple of block_size {self.block_size}; "
+                f"use one, or a smaller block_size"
+            )
+        if self.attn_type == "xattn" and self.method.granularity != self.block_size:
+            raise ValueError(
+                f"granularity {self.method.granularity} and block_size {self.block_size} differ; they are one thing "
+                "for xattn: give granularity alone"
+            )
 
     @property
     def layout(self) -> str:
@@ -126,6 +201,8 @@ class AttentionConfig:
         given = dict(fields or {})
         own = {name: given.pop(name) for name in ("implementation", "block_size", "backend") if name in given}
         own.setdefault("implementation", _FIXED_LAYOUT.get(attn_type, "stripe"))
+        if attn_type == "xattn":
+            own.setdefault("block_size", given.get("granularity", XattnConfig.granularity))
         return cls(attn_type=attn_type, method=_method(attn_type, given), **own)
 
     @classmethod
@@ -181,6 +258,10 @@ def _method(attn_type: str, given: dict[str, Any]):
         raise ValueError(
             f"unknown field {unknown[0]!r} for attn_type {attn_type}; allowed: {', '.join(everything)}"
         )
+    if attn_type == "moba":
+        missing = [name for name in allowed if name not in given]
+        if missing:
+            raise ValueError(f"attn_type moba needs {missing[0]}, for example moba_chunk_size: 4096, moba_topk: 12")
     if attn_type == "minfer" and "pattern_config_name" not in given:
         raise ValueError(
             f"attn_type minfer needs pattern_config_name, the name of a pattern file: {', '.join(shipped_patterns())}"

@@ -57,6 +57,56 @@ def minfer_mask(query, key, budgets, *, block_size, last_q, sink_tokens, local_w
     return mask
 
 
+def moba_mask(query, key, *, chunk_size, topk):
+    """The mixture-of-block-attention mask, bool [b, h, N, N]."""
+    num_tokens, batch, heads, _ = query.shape
+    group = heads // key.shape[2]
+    mask = torch.zeros(batch, heads, num_tokens, num_tokens, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            keys = key[:, b, h // group].double()
+            means = torch.stack([part.mean(0) for part in keys.split(chunk_size)])
+            gates = (query[:, b, h].double() @ means.T).tolist()
+            for t in range(num_tokens):
+                own = t // chunk_size
+                ranked = sorted(range(own), key=lambda c: (-gates[t][c], c))  # noqa: B023
+                for chunk in [*ranked[: topk - 1], own]:
+                    mask[b, h, t, chunk * chunk_size : min((chunk + 1) * chunk_size, t + 1)] = True
+    return mask
+
+
+def xattn_mask(query, key, *, granularity, stride, threshold, norm=1, keep_recent=False, scale=None):
+    """The antidiagonal block mask, bool [b, h, N, N]."""
+    num_tokens, batch, heads, size = query.shape
+    scale = size**-0.5 if scale is None else scale
+    group, cells, blocks = heads // key.shape[2], num_tokens // stride, num_tokens // granularity
+    per_block = granularity // stride
+    mask = torch.zeros(batch, heads, num_tokens, num_tokens, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            q, k = query[:, b, h].double(), key[:, b, h // group].double()
+            sums = torch.zeros(cells, cells, dtype=torch.float64)
+            for x in range(stride):
+                sums += q[stride - 1 - x :: stride] @ k[x::stride].T
+            sums = sums * scale / (stride * norm)
+            for i in range(cells):
+                sums[i, i + 1 :] = -math.inf
+            probability = torch.softmax(sums, -1)
+            score = probability.view(blocks, per_block, blocks, per_block).sum((1, 3)).tolist()
+            for row in range(blocks):
+                kept = {0, row} | ({max(row - 1, 0)} if keep_recent else set())
+                mass = sum(score[row][block] for block in kept)
+                for block in sorted(range(row), key=lambda c: (-score[row][c], c)):  # noqa: B023
+                    if block not in kept and mass < threshold * sum(score[row]):
+                        kept.add(block)
+                        mass += score[row][block]
+                for t in range(row * granularity, (row + 1) * granularity):
+                    for block in kept:
+                        start = block * granularity
+                        mask[b, h, t, start : min(start + granularity, t + 1)] = True
+    return mask
+
+
 def _probe(query, key, probes, scale):
     num_tokens = len(query)
     scores = query[num_tokens - probes :].double() @ key.double().T * scale

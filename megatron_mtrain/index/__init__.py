@@ -1,7 +1,7 @@
 """Which tiles are attended: the method table, the only place where a method name is looked up."""
 
 from ..ring import world
-from . import dense, minfer
+from . import dense, minfer, moba, xattn
 from .sparse_index import SparseIndex
 
 BUILDERS = {
@@ -9,6 +9,8 @@ BUILDERS = {
     "zigzag_ring": dense.build,
     "stripe_ring": dense.build,
     "minfer": minfer.build,
+    "moba": moba.build,
+    "xattn": xattn.build,
 }
 
 __all__ = ["SparseIndex", "build_index"]

@@ -25,7 +25,8 @@ class DenseIndex(SparseIndex):
         if by_key:
             key_count, key_index = list_by_key(mask.expand(self.batch, self.heads, -1, -1), self.groups)
         diagonal = source == self.rank
-        return Tiles(count, index, diagonal, self.layout.block_size, None, key_count, key_index)
+        size = self.layout.block_size
+        return Tiles(count, index, diagonal, size, key_count=key_count, key_index=key_index)
 
     def dense_mask(self) -> torch.Tensor:
         return causal_mask(self.layout.num_tokens, self.device).expand(self.batch, self.heads, -1, -1)

@@ -51,7 +51,9 @@ class VerticalSlashIndex(SparseIndex):
         key_count, key_index = list_by_key(slashes, self.groups) if by_key else (None, None)
         selected = self.vertical.index_select(-1, self.layout.positions(source, device))
         columns = list_columns(selected, slashes, size, min(self.slots, self.layout.local_tokens))
-        return Tiles(count, index, source == self.rank, size, columns, key_count, key_index)
+        return Tiles(
+            count, index, source == self.rank, size, columns, key_count=key_count, key_index=key_index
+        )
 
     def dense_mask(self) -> torch.Tensor:
         size, num_tokens = self.layout.block_size, self.layout.num_tokens

@@ -27,6 +27,10 @@ class SparseIndex(ABC):
     def dense_mask(self) -> torch.Tensor:
         """Every attended pair as bool [b, h, N, N], (query, key) in global positions: for tests and drawings."""
 
+    def complete(self, rings) -> "SparseIndex":
+        """The same index with all that dense_mask needs, gathered from the other ranks; all of them call it."""
+        return self
+
     def block_distance(self, source: int, device) -> torch.Tensor:
         """Query block minus key block in global ids: int64 [m, n]; negative where the key block is later."""
         return self.layout.blocks(self.rank, device)[:, None] - self.layout.blocks(source, device)
