@@ -1,10 +1,11 @@
 """Pre-train a Qwen2.5-class model with distributed dynamic sparse attention, in Megatron's own training loop.
 
-    torchrun --nproc-per-node 2 pretrain_qwen.py --context-parallel-size 2 --attn-type minfer \
+    torchrun --nproc-per-node 2 pretrain_qwen.py --context-parallel-size 2 --attn-type minfer
         --train-attn-config minfer_qwen2.5_3b_0.90 --data-path data/demo --seq-length 4096 ...
 
-Runs on GPUs with Transformer Engine, or on CPUs with gloo when there is no GPU; the flags are the same. All flags are
-Megatron's, plus the group "sparse attention" (megatron_mtrain/arguments.py, which also sets the Qwen2.5 defaults).
+Runs on GPUs with Transformer Engine, or on CPUs with gloo when there is no GPU; the flags are the same. All
+flags are Megatron's, plus the group "sparse attention" (megatron_mtrain/arguments.py, which also sets the
+Qwen2.5 defaults).
 """
 
 from functools import partial
@@ -19,7 +20,7 @@ from megatron.training import get_args, get_timers, get_tokenizer, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megatron_mtrain.arguments import parse_arguments
+from megatron_mtrain.arguments import one_line_errors, parse_arguments
 from megatron_mtrain.batch import next_batch
 from megatron_mtrain.config import AttentionConfig
 from megatron_mtrain.cpu import prepare_megatron
@@ -29,9 +30,10 @@ from megatron_mtrain.model import use_sparse_attention
 def main() -> None:
     """The run: arguments, model, data, training."""
     prepare_megatron()
-    args, attention = parse_arguments()
-    model_config = gpt_config_from_args(args)
-    use_sparse_attention(model_config, attention)
+    with one_line_errors():
+        args, attention = parse_arguments()
+        model_config = gpt_config_from_args(args)
+        use_sparse_attention(model_config, attention)
     pretrain(
         pretrain_cfg_container_from_args(args, model_config),
         datasets_provider,
@@ -41,7 +43,8 @@ def main() -> None:
 
 
 def forward_step(samples, model, *, attention: AttentionConfig):
-    """One micro batch through the model: per-token losses [b, s] of this rank's tokens, and how to reduce them."""
+    """One micro batch through the model: per-token losses [b, s] of this rank's tokens, and how to reduce
+    them."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     groups = get_attr_wrapped_model(model, "pg_collection")
@@ -69,7 +72,8 @@ def loss_sum(loss_mask: torch.Tensor, losses: torch.Tensor):
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None):
-    """Training, validation and test sets of whole sequences, on the pipeline stages that read tokens or labels."""
+    """Training, validation and test sets of whole sequences, on the pipeline stages that read tokens or
+    labels."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(

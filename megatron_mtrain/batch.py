@@ -14,11 +14,14 @@ from .layouts import make_layout
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-def next_batch(samples: Iterator | None, attention: AttentionConfig, context_group) -> dict[str, torch.Tensor | None]:
-    """This rank's part of the next micro batch: tokens, labels, loss_mask and position_ids, each [b, s] on the device.
+def next_batch(
+    samples: Iterator | None, attention: AttentionConfig, context_group
+) -> dict[str, torch.Tensor | None]:
+    """This rank's part of the next micro batch: tokens, labels, loss_mask and position_ids, each [b, s] on
+    the device.
 
-    `samples` yields whole sequences [b, N]; every tensor-parallel rank reads its own copy, so nothing is broadcast. It
-    is None on a pipeline stage that needs no tokens, and so is then every field.
+    `samples` yields whole sequences [b, N]; every tensor-parallel rank reads its own copy, so nothing is
+    broadcast. It is None on a pipeline stage that needs no tokens, and so is then every field.
     """
     if samples is None:
         return dict.fromkeys(FIELDS)
@@ -28,7 +31,8 @@ def next_batch(samples: Iterator | None, attention: AttentionConfig, context_gro
 def slice_batch(
     batch: dict[str, torch.Tensor], attention: AttentionConfig, rank: int, world_size: int
 ) -> dict[str, torch.Tensor]:
-    """The tokens of `rank` out of whole sequences [b, N]: the same fields [b, N / world_size], in layout order.
+    """The tokens of `rank` out of whole sequences [b, N]: the same fields [b, N / world_size], in layout
+    order.
 
     Raises ValueError when N cannot be dealt in whole blocks.
     """

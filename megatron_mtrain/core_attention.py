@@ -1,7 +1,7 @@
 """SparseRingAttention: distributed sparse attention behind Megatron's core_attention contract.
 
-Legend: s tokens of this rank, b batch, h query heads of this rank, g key heads of this rank, d head dim, W context-parallel
-ranks. The module has no parameters and adds nothing to a checkpoint.
+Legend: s tokens of this rank, b batch, h query heads of this rank, g key heads of this rank, d head dim, W
+context-parallel ranks. The module has no parameters and adds nothing to a checkpoint.
 """
 
 import torch
@@ -16,8 +16,8 @@ class SparseRingAttention(MegatronModule):
     """Attention over the tokens of all context-parallel ranks, this rank's part of them in and out.
 
     Built by Megatron from a layer spec; `attention` comes from the spec's params. Raises ValueError when the
-    process groups do not fit the parallel sizes: without this check a missing group would quietly train every rank
-    on its own tokens alone.
+    process groups do not fit the parallel sizes: without this check a missing group would quietly train every
+    rank on its own tokens alone.
     """
 
     def __init__(
@@ -34,7 +34,9 @@ class SparseRingAttention(MegatronModule):
     ):
         super().__init__(config=config)
         if attention_type != "self":
-            raise ValueError(f"attention type {attention_type!r} cannot run here; only causal self attention can")
+            raise ValueError(
+                f"attention type {attention_type!r} cannot run here; only causal self attention can"
+            )
         self.attention = attention
         self.layer = layer_number - 1  # Megatron counts from 1, across pipeline stages
         self.softmax_scale = softmax_scale
@@ -60,11 +62,12 @@ class SparseRingAttention(MegatronModule):
             raise ValueError("an attention mask or bias cannot be used: this attention is causal by position")
         if packed_seq_params is not None and packed_seq_params.qkv_format != "sbhd":
             raise ValueError(
-                f"packed sequences ({packed_seq_params.qkv_format}) cannot be used; give one sequence per sample"
+                f"packed sequences ({packed_seq_params.qkv_format}) cannot be used; give whole ones"
             )
         num_tokens = query.size(0) * self.world_size
         layout = make_layout(self.attention.layout, num_tokens, self.world_size, self.attention.block_size)
-        # Head counts come from the tensors: Megatron rewrites the config when there are fewer key heads than ranks.
+        # Head counts come from the tensors: Megatron rewrites the config when there are fewer key heads than
+        # ranks.
         out = sparse_ring_attention(
             query.contiguous(),
             key.contiguous(),
@@ -79,10 +82,11 @@ class SparseRingAttention(MegatronModule):
 
 
 def attention_rings(pg_collection, world_size: int, *, two_level: bool) -> list:
-    """The process groups that key and value travel on, inner to outer, for `world_size` context-parallel ranks.
+    """The process groups that key and value travel on, inner to outer, for `world_size` context-parallel
+    ranks.
 
-    One group for a flat ring, two for a two-level ring, none for a single rank. Raises ValueError when a group is
-    missing or has another size.
+    One group for a flat ring, two for a two-level ring, none for a single rank. Raises ValueError when a
+    group is missing or has another size.
     """
     if world_size == 1:
         return []
@@ -92,7 +96,9 @@ def attention_rings(pg_collection, world_size: int, *, two_level: bool) -> list:
         rings = list(getattr(pg_collection, "hcp", None) or [None])
         flag = "--hierarchical-context-parallel-sizes INNER OUTER"
     if None in rings:
-        raise ValueError(f"no process groups for {world_size} context-parallel ranks; start Megatron with {flag}")
+        raise ValueError(
+            f"no process groups for {world_size} context-parallel ranks; start Megatron with {flag}"
+        )
     sizes = [group.size() for group in rings]
     if torch.Size(sizes).numel() != world_size or (two_level and len(rings) != 2):
         raise ValueError(

@@ -1,9 +1,9 @@
 """Runs Megatron's own training loop on CPU with gloo when the machine has no GPU.
 
-Megatron-Core names CUDA devices, streams and random generators directly. `prepare_megatron()` answers those calls for a
-CPU, in one place, before Megatron starts. With a GPU it only mends two things of the wheel that are not about the CPU:
-`_skip_helper_build` and `_use_group_step_adam`. What a CPU run needs on the command line is in `CPU_DEFAULTS`, so a
-CPU recipe has the flags of a GPU recipe.
+Megatron-Core names CUDA devices, streams and random generators directly. `prepare_megatron()` answers those
+calls for a CPU, in one place, before Megatron starts. With a GPU it only mends two things of the wheel that
+are not about the CPU: `_skip_helper_build` and `_use_group_step_adam`. What a CPU run needs on the command
+line is in `CPU_DEFAULTS`, so a CPU recipe has the flags of a GPU recipe.
 """
 
 import importlib.util
@@ -12,7 +12,7 @@ import os
 import warnings
 from collections import defaultdict
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import megatron.core.datasets.utils as dataset_utils
@@ -40,8 +40,9 @@ CPU_DEFAULTS = {
 }
 
 
+@cache
 def prepare_megatron() -> None:
-    """Makes Megatron run on this machine, with or without a GPU. Call it once, before Megatron starts."""
+    """Makes Megatron run on this machine, with or without a GPU. Call it before Megatron starts."""
     _skip_helper_build()
     _use_group_step_adam()
     if not torch.cuda.is_available():
@@ -54,7 +55,8 @@ def prepare_megatron() -> None:
 def _skip_helper_build() -> None:
     """Keeps Megatron from building its dataset helpers when the wheel already ships them compiled.
 
-    The wheel has the compiled module but not its Makefile, so the build that Megatron always starts would end the run.
+    The wheel has the compiled module but not its Makefile, so the build that Megatron always starts would end
+    the run.
     """
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = lambda: None
@@ -63,9 +65,9 @@ def _skip_helper_build() -> None:
 class GroupStepAdam(torch.optim.Optimizer):
     """Adam that counts steps per parameter group, as the fused Adams of Transformer Engine and Apex do.
 
-    Megatron's distributed optimizer saves and loads exactly that. torch's Adam makes its state only in the first
-    step and counts per parameter: loading before that step fails. With this class a checkpoint also moves between a
-    CPU and a GPU host, since both have the same optimizer state.
+    Megatron's distributed optimizer saves and loads exactly that. torch's Adam makes its state only in the
+    first step and counts per parameter: loading before that step fails. With this class a checkpoint also
+    moves between a CPU and a GPU host, since both have the same optimizer state.
     """
 
     def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode=True, capturable=False):

@@ -1,8 +1,9 @@
 """The model: Megatron's own GPT layer spec with its core_attention replaced by SparseRingAttention.
 
-Used by pretrain_qwen.py, by a Megatron-Bridge provider (`transformer_layer_spec=partial(layer_spec, attention=...)`) and by
-stock Megatron (`--spec megatron_mtrain.model layer_spec`). Stock Megatron deals tokens in zigzag order and has no flag for
-a method, so there the spec is exact attention on the zigzag layout.
+Used by pretrain_qwen.py, by a Megatron-Bridge provider (`transformer_layer_spec=partial(layer_spec,
+attention=...)`) and by stock Megatron (`--spec megatron_mtrain.model layer_spec`). Stock Megatron deals
+tokens in zigzag order and has no flag for a method, so there the spec is exact attention on the zigzag
+layout.
 """
 
 import copy
@@ -25,7 +26,8 @@ from .rope import use_layout_positions
 
 
 def use_sparse_attention(model_config, attention: AttentionConfig) -> None:
-    """Makes the model of a Megatron GPTModelConfig run `attention`, with rotary positions that follow its layout.
+    """Makes the model of a Megatron GPTModelConfig run `attention`, with rotary positions that follow its
+    layout.
 
     The batch has to be in the same order: see batch.py.
     """
@@ -37,10 +39,11 @@ def use_sparse_attention(model_config, attention: AttentionConfig) -> None:
 
 
 def layer_spec(cfg, vp_stage: int | None = None, *, attention: AttentionConfig | None = None):
-    """Megatron's layer spec for `cfg` (GPTModelConfig, or a TransformerConfig) with sparse ring attention in it.
+    """Megatron's layer spec for `cfg` (GPTModelConfig, or a TransformerConfig) with sparse ring attention in
+    it.
 
-    Transformer Engine layers when it is installed and a GPU is there, Megatron's local layers otherwise; both have
-    the same checkpoint keys. Without `attention`: exact attention in the zigzag order of stock Megatron.
+    Transformer Engine layers when it is installed and a GPU is there, Megatron's local layers otherwise; both
+    have the same checkpoint keys. Without `attention`: exact attention in the zigzag order of stock Megatron.
     """
     attention = attention or AttentionConfig.from_dict("zigzag_ring")
     transformer = getattr(cfg, "transformer", cfg)
@@ -57,29 +60,37 @@ def replace_core_attention(spec, attention: AttentionConfig):
 
     Raises ValueError when there is no core_attention in it to replace.
     """
-    spec = copy.deepcopy(spec)
-    if not _replace(spec, ModuleSpec(module=SparseRingAttention, params={"attention": attention})):
+    replaced = _replaced(spec, ModuleSpec(module=SparseRingAttention, params={"attention": attention}))
+    if replaced is spec:
         raise ValueError(f"no core_attention to replace in {spec!r}; give a spec with self-attention layers")
-    return spec
+    return replaced
 
 
-def _replace(node, replacement: ModuleSpec) -> int:
-    """Replaces every plain core_attention below `node`, in place; returns how many."""
+def _replaced(node, core: ModuleSpec):
+    """A copy of `node` with `core` for every plain core_attention below it; `node` itself when there is
+    none."""
     if isinstance(node, functools.partial):
-        return _replace(node.keywords.get("submodules"), replacement)
+        inside = node.keywords.get("submodules")
+        found = _replaced(inside, core)
+        return node if found is inside else functools.partial(node, submodules=found)
     if isinstance(node, list | tuple):
-        return sum(_replace(child, replacement) for child in {id(child): child for child in node}.values())
+        found = [_replaced(child, core) for child in node]
+        return node if all(new is old for new, old in zip(found, node, strict=True)) else type(node)(found)
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
-        return 0
-    if isinstance(node, ModuleSpec):
-        return _replace(node.submodules, replacement)
+        return node
     if hasattr(node, "core_attention"):
-        # Latent attention has another contract: its keys and values differ in size.
-        if hasattr(node, "linear_qkv"):
-            node.core_attention = replacement
-            return 1
-        return 0
-    return sum(_replace(getattr(node, field.name), replacement) for field in dataclasses.fields(node))
+        # Latent attention has another contract (its keys and values differ in size) and no linear_qkv.
+        changed = {"core_attention": core} if hasattr(node, "linear_qkv") else {}
+    else:
+        names = ["submodules"] if isinstance(node, ModuleSpec) else [f.name for f in dataclasses.fields(node)]
+        found = {name: _replaced(getattr(node, name), core) for name in names}
+        changed = {name: new for name, new in found.items() if new is not getattr(node, name)}
+    if not changed:
+        return node
+    copied = copy.copy(node)
+    for name, new in changed.items():
+        setattr(copied, name, new)
+    return copied
 
 
 def _plain_layer_spec(transformer) -> ModuleSpec:
@@ -91,10 +102,11 @@ def _plain_layer_spec(transformer) -> ModuleSpec:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm for Megatron's local layers, with sequence parallelism, which Megatron's own wrapper refuses.
+    """torch's RMSNorm for Megatron's local layers, with sequence parallelism, which Megatron's own wrapper
+    refuses.
 
-    Each tensor-parallel rank normalises its own tokens, so the gradient of the weight has to be summed over ranks;
-    Megatron does that for parameters that carry `sequence_parallel`.
+    Each tensor-parallel rank normalises its own tokens, so the gradient of the weight has to be summed over
+    ranks; Megatron does that for parameters that carry `sequence_parallel`.
     """
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **_unused):

@@ -1,7 +1,8 @@
 """Rotary embedding taken at the layout's positions.
 
-Megatron slices its rotary embedding for zigzag order and ignores position ids. A rank's tokens are in layout order, so
-its embedding has to be: the same table, other rows. Frequencies stay float32 from the table to the rotation.
+Megatron slices its rotary embedding for zigzag order and ignores position ids. A rank's tokens are in layout
+order, so its embedding has to be: the same table, other rows. Frequencies stay float32 from the table to the
+rotation.
 """
 
 from functools import lru_cache
@@ -13,7 +14,8 @@ from .layouts import make_layout
 
 
 def use_layout_positions(models: list, attention: AttentionConfig) -> list:
-    """A pre-wrap hook for Megatron's model config: makes each model chunk's rotary embedding follow the layout."""
+    """A pre-wrap hook for Megatron's model config: makes each model chunk's rotary embedding follow the
+    layout."""
     for model in models:
         rotary = getattr(model, "rotary_pos_emb", None)
         if rotary is not None:
@@ -25,7 +27,8 @@ def rotary_forward(rotary: torch.nn.Module, attention: AttentionConfig, context_
     """A replacement for the forward of Megatron's RotaryEmbedding or YarnRotaryEmbedding.
 
     It takes the number of tokens of the whole sequence and returns the angles of this rank's tokens, float32
-    [s, 1, 1, d]; for YaRN a pair of them and the attention factor. The result is kept, so a run computes it once.
+    [s, 1, 1, d]; for YaRN a pair of them and the attention factor. The result is kept, so a run computes it
+    once.
     """
     rank, world_size = context_group.rank(), context_group.size()
 
@@ -39,7 +42,9 @@ def rotary_forward(rotary: torch.nn.Module, attention: AttentionConfig, context_
 
     def forward(max_seq_len: int, offset: int = 0, packed_seq: bool = False, cp_group=None):
         if packed_seq or offset:
-            raise ValueError("rotary positions of packed or offset sequences cannot be used; give whole sequences")
+            raise ValueError(
+                "rotary positions of packed or offset sequences cannot be used; give whole sequences"
+            )
         return angles_of(max_seq_len)
 
     return forward

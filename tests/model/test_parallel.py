@@ -1,0 +1,55 @@
+"""The same training on every parallel layout: losses and all gradients, from one checkpoint.
+
+Every number comes out of pretrain_qwen.py as users run it: losses from TensorBoard, gradients from the
+checkpoint after one step of plain gradient descent.
+"""
+
+import pytest
+
+from tests.model.conftest import LAYOUTS
+
+TOLERANCE = 1e-4  # asked of float32; the order of sums alone gives about 1e-6
+PARALLEL = [name for name in LAYOUTS if name != "cp1"]
+ATTENTION = ["stripe_ring", "minfer"]
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_losses_equal_one_process(runs, layout, attention):
+    expected = runs.losses("cp1", attention)
+    actual = runs.losses(layout, attention)
+    assert list(actual) == [1, 2, 3]
+    assert actual == pytest.approx(expected, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("layout", PARALLEL)
+def test_gradients_equal_one_process(runs, layout, attention):
+    expected = runs.gradients("cp1", attention)
+    actual = runs.gradients(layout, attention)
+    assert len(expected) > 8
+    assert actual.keys() == expected.keys()
+    assert max(worst(actual, expected).values()) < TOLERANCE
+
+
+def worst(actual, expected) -> dict[str, float]:
+    """Relative error of every tensor."""
+    assert all(tensor.norm() > 0 for tensor in expected.values())
+    return {name: float((actual[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
+
+
+def test_minfer_is_sparse(runs):
+    assert runs.losses("cp1", "minfer")[1] != pytest.approx(runs.losses("cp1", "stripe_ring")[1], rel=1e-3)
+
+
+def test_exact_attention_equals_megatron(runs):
+    """The whole glue against Megatron's own model: its layers, core attention and rotary positions."""
+    expected = runs.losses("cp1", "stripe_ring", change="megatron_attention")
+    assert runs.losses("cp1", "stripe_ring") == pytest.approx(expected, rel=TOLERANCE)
+
+
+def test_rotary_positions_of_another_order_are_found_out(runs):
+    """Negative control: striped tokens with Megatron's zigzag positions give other gradients by far."""
+    expected = runs.gradients("cp1", "stripe_ring")
+    errors = worst(runs.gradients("cp2", "stripe_ring", change="megatron_rope"), expected)
+    assert errors["decoder.layers.self_attention.linear_qkv.weight"] > 100 * TOLERANCE

@@ -1,0 +1,140 @@
+"""Processes that stay up for a test session and run the whole of pretrain_qwen.py on request.
+
+`Trainers.run(ranks, flags)` gives the first `ranks` of SIZE processes a fresh environment, process group and
+Megatron state, as a launcher would, and lets each call `pretrain_qwen.main()`. Importing torch and Megatron
+costs seconds a process, so it happens once and not once per parallel layout.
+"""
+
+import contextlib
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+SIZE = 4
+TIMEOUT = 240  # seconds for one run; the slowest takes about thirty
+
+
+class Trainers:
+    """SIZE training processes; their output goes to `folder`/rank*.log."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.workers = []
+
+    def start(self) -> None:
+        """Starts the processes."""
+        context = multiprocessing.get_context("spawn")
+        for rank in range(SIZE):
+            here, there = context.Pipe()
+            process = context.Process(target=_worker, args=(rank, self.folder / f"rank{rank}.log", there))
+            process.start()
+            there.close()
+            self.workers.append((process, here))
+
+    def run(self, ranks: int, flags: list[str], change: str | None = None) -> None:
+        """Runs pretrain_qwen.py with `flags` on `ranks` processes; `change` names one of CHANGES.
+
+        Raises RuntimeError with the traceback of the rank that failed first; the processes are then started
+        anew.
+        """
+        if not self.workers:
+            self.start()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        involved = [pipe for _, pipe in self.workers[:ranks]]
+        for pipe in involved:
+            pipe.send((ranks, port, flags, change))
+        waiting = list(involved)
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, TIMEOUT)
+            answers = [pipe.recv() for pipe in ready] or [f"no answer in {TIMEOUT} s"]
+            failed = [answer for answer in answers if answer is not None]
+            if failed:
+                self.stop()
+                raise RuntimeError(f"pretrain_qwen.py {' '.join(flags)}\n{failed[0]}")
+            waiting = [pipe for pipe in waiting if pipe not in ready]
+
+    def stop(self) -> None:
+        """Ends the processes, whatever they do, and those that Megatron started from them to write
+        checkpoints."""
+        for _, pipe in self.workers:
+            pipe.close()
+        for process, _ in self.workers:
+            process.join(5)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.join()
+        self.workers = []
+
+
+def _worker(rank: int, log: Path, pipe) -> None:
+    os.setsid()
+    sys.stdout = sys.stderr = open(log, "a", buffering=1)  # noqa: SIM115 - open for the life of the process
+    import torch
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            ranks, port, flags, change = pipe.recv()
+        except EOFError:  # the test session is gone
+            return
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        try:
+            _train(flags, CHANGES[change])
+            pipe.send(None)
+        except BaseException:  # a run that refuses its arguments raises SystemExit
+            pipe.send(f"rank {rank}:\n{traceback.format_exc()}")
+
+
+def _train(flags: list[str], change) -> None:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from megatron.training import get_tensorboard_writer, training
+
+    import pretrain_qwen
+
+    sys.argv = ["pretrain_qwen.py", *flags]
+    undo = change()
+    try:
+        pretrain_qwen.main()
+        if get_tensorboard_writer():
+            get_tensorboard_writer().close()
+    finally:
+        undo()
+        training.destroy_global_state()
+        training._STARTUP_TIMESTAMPS.update(dict.fromkeys(training._STARTUP_TIMESTAMPS))
+        parallel_state._HIERARCHICAL_CONTEXT_PARALLEL_GROUPS = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _nothing():
+    return lambda: None
+
+
+def _megatron_rope():
+    """Leaves Megatron's own rotary positions, in zigzag order, in place."""
+    import megatron_mtrain.model as model
+
+    ours, model.use_layout_positions = model.use_layout_positions, lambda models, attention: models
+    return lambda: setattr(model, "use_layout_positions", ours)
+
+
+def _megatron_attention():
+    """Leaves Megatron's whole model as it is: its own layers, core attention and rotary positions."""
+    import pretrain_qwen
+
+    ours, pretrain_qwen.use_sparse_attention = (
+        pretrain_qwen.use_sparse_attention,
+        lambda config, attention: None,
+    )
+    return lambda: setattr(pretrain_qwen, "use_sparse_attention", ours)
+
+
+CHANGES = {None: _nothing, "megatron_rope": _megatron_rope, "megatron_attention": _megatron_attention}
