@@ -10,6 +10,7 @@ ones.
 import base64
 import json
 import re
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,10 @@ class RankTokenizer:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
         return self._codec.decode_bytes(ids.tolist()).decode("utf-8", errors="replace")
 
+    def keeps(self, text: str, ids: numpy.ndarray) -> bool:
+        """Whether `ids`, which `text` was encoded to, say all of it."""
+        return self.decode(ids) == text
+
 
 def cut(text: str) -> Iterator[str]:
     """Pieces of PIECE to LONGEST_PIECE characters, cut where pre-tokens end when there is such a place."""
@@ -94,7 +99,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, path: Path) -> None:
         """Load tokenizer.json at `path` and the special tokens named beside it. Raises DataError."""
-        from tokenizers import Tokenizer
+        from tokenizers import Tokenizer, decoders
 
         with naming("read", path):
             text = path.read_text(encoding="utf-8")
@@ -110,6 +115,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         special = {token["content"]: token["id"] for token in model["added_tokens"] if token["special"]}
         self.special_ids = numpy.array(sorted(special.values()), dtype=numpy.int64)
         self.vocabulary = max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -133,6 +139,15 @@ class HuggingFaceTokenizer:
     def decode(self, ids: numpy.ndarray) -> str:
         """The text of `ids`, without any clean-up of spaces."""
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def keeps(self, text: str, ids: numpy.ndarray) -> bool:
+        """Whether `ids`, which `text` was encoded to, say all of it."""
+        if self._byte_level:  # only normalization can lose anything, and decoding takes as long as encoding
+            normalizer = self._tokenizer.normalizer
+            if type(normalizer).__name__ == "NFC":  # as in Qwen; normalize_str keeps offsets and is slow
+                return unicodedata.is_normalized("NFC", text)
+            return normalizer is None or normalizer.normalize_str(text) == text
+        return self.decode(ids) == text
 
 
 def _named_tokens(folder: Path) -> dict[str, str | None]:
@@ -177,6 +192,10 @@ class SentencePieceTokenizer:
     def decode(self, ids: numpy.ndarray) -> str:
         """The text of `ids`; byte pieces that are not UTF-8 become U+FFFD."""
         return self._model.decode(ids.tolist())
+
+    def keeps(self, text: str, ids: numpy.ndarray) -> bool:
+        """Whether `ids`, which `text` was encoded to, say all of it."""
+        return self.decode(ids) == text
 
 
 TextTokenizer = RankTokenizer | HuggingFaceTokenizer | SentencePieceTokenizer

@@ -112,7 +112,7 @@ def encode(sample: list[list[Piece]], target: TextTokenizer, counts: Counter) ->
         for piece in pieces:
             encoded = target.encode(piece.text)
             counts["characters"] += len(piece.text)
-            counts["pieces_changed_by_tokenizer"] += target.decode(encoded) != piece.text
+            counts["pieces_changed_by_tokenizer"] += not target.keeps(piece.text, encoded)
             ids += [encoded, [target.end_of_document]] if piece.ended else [encoded]
         if any(piece.text for piece in pieces):
             documents.append(numpy.concatenate(ids).astype(numpy.int32))

@@ -30,16 +30,26 @@ def test_it_says_what_is_there(run, dataset, target, tmp_path):
     plot = tmp_path / "lengths.png"
     pytest.importorskip("matplotlib")
     code, message, said = run(
-        inspect_indexed, dataset, "--tokenizer", target, "--plot", plot, "--verify", "--top", 1
+        inspect_indexed,
+        dataset,
+        "--tokenizer",
+        target,
+        "--plot",
+        plot,
+        "--verify",
+        "--top",
+        1,
+        "--samples",
+        6,
     )
     assert code == 0, message
     # With # for the end of document: [aaab#, <|en] [doftext|>] [#, the last] [ document], and # is dropped.
-    assert "sequences (documents or pieces), in tokens: 6; min 1, quartiles 4 / 6 / 9, max 9" in said
+    assert "sequences (documents or pieces), in tokens: 6; min 1, quartiles 4.2 / 6.5 / 8.8, max 9" in said
     assert "samples, in tokens: 4; min 9, quartiles 9 / 9 / 9, max 9" in said
     assert "samples (groups of sequences), in documents: 4; min 1, quartiles 1 / 1.5 / 2, max 2" in said
     assert "sequences with end of document (256) last: 2" in said
     assert "head 'aaab<256>'" in said and "head '<|en'" in said
-    assert "tokens: 36 of" in said and f"{ord('t'):>8} {6:>12}" in said
+    assert "tokens: 36 of" in said and f"{ord('t'):>8} {5:>12}" in said
     assert ".bin and .idx are those of" in said
     assert plot.read_bytes().startswith(b"\x89PNG")
 

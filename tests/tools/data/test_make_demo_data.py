@@ -63,8 +63,8 @@ def test_megatron_trains_on_it(demo):
     assert tokenizer.tokenize("é\n<x>") == [*"é\n<x>".encode()]
     config = GPTDatasetConfig(
         random_seed=1, sequence_length=4096, blend=([str(demo)], None), split="1,0,0",
-        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, create_attention_mask=False,
-        tokenizer=tokenizer, inter_document_masking=True,
+        reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, tokenizer=tokenizer,
+        create_attention_mask=False, inter_document_masking=True,
     )  # fmt: skip
     train, _, _ = BlendedMegatronDatasetBuilder(GPTDataset, [20, 0, 0], lambda: True, config).build()
     ends = 0

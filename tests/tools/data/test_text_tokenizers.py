@@ -43,7 +43,7 @@ def tokenizer(request, ranks, target):
 def test_text_comes_back(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids.dtype == numpy.int32 and not numpy.isin(ids, tokenizer.special_ids).any()
-    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids) == text and tokenizer.keeps(text, ids)
 
 
 def test_special_ids(tokenizer):
@@ -113,6 +113,9 @@ def test_added_tokens_are_text_in_text(tmp_path):
     assert tokenizer.encode("    x").tolist() == [258, ord("x")]  # blanks are an ordinary token, not a marker
     assert tokenizer.special_ids.tolist() == [256, 257] and tokenizer.end_of_document == 256
     assert tokenizer.encode("e\u0301").tolist() == list("é".encode())  # the target's own normalization holds
+    assert not tokenizer.keeps("e\u0301", tokenizer.encode("e\u0301")) and tokenizer.keeps(
+        "é", tokenizer.encode("é")
+    )
 
 
 def test_a_chat_variant_still_knows_the_end_of_pre_training_documents(tmp_path):
