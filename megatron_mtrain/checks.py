@@ -106,6 +106,14 @@ def _check_required(args: Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is missing; give its value")
     if args.train_iters is None and args.train_samples is None:
         raise ValueError("--train-iters is missing; give the number of steps, or --train-samples")
+    for unit in ("iters", "samples"):
+        warmup = getattr(args, f"lr_warmup_{unit}")
+        decay = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+        if decay and warmup >= decay:
+            raise ValueError(
+                f"--lr-warmup-{unit} {warmup} must be less than the {decay} {unit} of learning-rate decay; "
+                f"lower it, or raise --train-{unit}"
+            )
 
 
 def _check_parallel(args: Namespace, attention: AttentionConfig) -> None:

@@ -62,6 +62,7 @@ REFUSED = {
     ),
     "sequence missing": ("--seq-length", 1, ["--seq-length"]),
     "no learning rate": ("--lr", 1, ["--lr"]),
+    "warm-up to the end": ("--lr-warmup-iters 1", 1, ["--lr-warmup-iters 1", "the 1 iters"]),
     "groups of heads": ("--num-query-groups 3", 1, ["4", "--num-query-groups 3"]),
     "heads of ranks": ("--tensor-model-parallel-size 3", 3, ["4", "--tensor-model-parallel-size 3"]),
     "processes": ("--context-parallel-size 2", 3, ["3 processes", "multiple of 2"]),
