@@ -24,6 +24,7 @@ from megatron_mtrain.arguments import one_line_errors, parse_arguments
 from megatron_mtrain.batch import next_batch
 from megatron_mtrain.config import AttentionConfig
 from megatron_mtrain.cpu import prepare_megatron
+from megatron_mtrain.loss import in_chunks
 from megatron_mtrain.model import use_sparse_attention
 
 
@@ -50,7 +51,8 @@ def forward_step(samples, model, *, attention: AttentionConfig):
     groups = get_attr_wrapped_model(model, "pg_collection")
     batch = next_batch(samples, attention, groups.cp)
     timers("batch-generator").stop()
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    loss = in_chunks(get_args().loss_chunk_size)
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **loss)
     return losses, partial(loss_sum, batch["loss_mask"])
 
 

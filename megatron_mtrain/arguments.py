@@ -37,6 +37,9 @@ class AttentionArguments:
     attn_kernels: str | None = None
     """Kernels, over what the YAML file says: auto, or a name that must be able to run."""
 
+    loss_chunk_size: int = 2048
+    """Tokens whose logits exist at a time in the loss; 0: Megatron's own loss, all logits at once."""
+
 
 # Over Megatron's own defaults, by argparse destination: the Qwen2.5 family, and what long contexts need.
 RUN_DEFAULTS = {

@@ -19,10 +19,15 @@ from megatron.core.tensor_parallel.mappings import (
 
 from .kernels.cross_entropy import logit_gradient_, row_statistics
 
-CHUNK = 2048  # tokens: 0.6 GB of bf16 logits at Qwen's vocabulary; larger chunks were not faster
+CHUNK = 2048  # tokens: 0.6 GB of bf16 logits at Qwen's vocabulary
 
 
-def chunked_loss(*, hidden_states, output_layer, output_weight, labels, context=None, **_unused) -> torch.Tensor:
+def in_chunks(chunk_size: int) -> dict:
+    """Arguments of Megatron's GPTModel.forward that make it compute its loss by `chunked_loss`; 0: none."""
+    return {"output_processor": chunked_loss, "output_processor_context": chunk_size} if chunk_size else {}
+
+
+def chunked_loss(*, hidden_states, output_layer, output_weight, labels, context=None, **_unused):
     """Per-token losses float32 [b, s]: an `output_processor` for Megatron's GPTModel.forward.
 
     hidden_states [s, b, h] (split over tensor-parallel ranks under sequence parallelism), labels int64 [b, s];
@@ -37,7 +42,8 @@ def chunked_loss(*, hidden_states, output_layer, output_weight, labels, context=
     weight = output_layer.weight if output_weight is None else output_weight
     s, b = hidden.shape[:2]
     target = labels.transpose(0, 1).reshape(-1)
-    losses = linear_cross_entropy(hidden.flatten(0, 1), weight, target, group=group, chunk=context or CHUNK)
+    chunk = context or CHUNK
+    losses = linear_cross_entropy(hidden.flatten(0, 1), weight, target, group=group, chunk=chunk)
     return losses.view(s, b).transpose(0, 1).contiguous()
 
 

@@ -27,6 +27,11 @@ FRESH = ["--finetune", "--no-load-optim", "--no-load-rng"]
 # away.
 RATE = 1e4
 
+SETTINGS = {
+    "moba": f"moba_chunk_size: 192\nmoba_topk: 3\nblock_size: {BLOCK}\n",
+    "xattn": f"granularity: {BLOCK}\nstride: 8\nthreshold: 0.6\n",
+}
+
 # name: (processes, flags)
 LAYOUTS = {
     "cp1": (1, ""),
@@ -49,15 +54,18 @@ class Runs:
             "--data-cache-path",
             str(folder / "cache"),
         ]
-        self.minfer = write_minfer(folder)
+        self.sparse = {"minfer": write_minfer(folder)}
+        for method, settings in SETTINGS.items():
+            self.sparse[method] = folder / f"{method}.yaml"
+            self.sparse[method].write_text(settings)
         self.initial = str(folder / "initial")
         self.train("cp1", "stripe_ring", ["--lr", "0", "--train-iters", "1", "--save", self.initial])
 
     def attention(self, layout: str, name: str) -> list[str]:
         """The attention flags; `cp4` runs on two levels."""
         two_level = ["--attn-implementation", "dr_stripe"] if layout == "cp4" else []
-        if name == "minfer":
-            return ["--attn-type", "minfer", "--train-attn-config", str(self.minfer), *two_level]
+        if name in self.sparse:
+            return ["--attn-type", name, "--train-attn-config", str(self.sparse[name]), *two_level]
         settings = ["--train-attn-config", str(write_dense(self.folder))]
         # stripe_ring is flat by definition; dense on two levels is the same attention.
         return ["--attn-type", "dense" if two_level else "stripe_ring", *settings, *two_level]

@@ -10,7 +10,7 @@ from tests.model.conftest import LAYOUTS
 
 TOLERANCE = 1e-4  # asked of float32; the order of sums alone gives about 1e-6
 PARALLEL = [name for name in LAYOUTS if name != "cp1"]
-ATTENTION = ["stripe_ring", "minfer"]
+ATTENTION = ["stripe_ring", "minfer", "moba", "xattn"]
 
 
 @pytest.mark.parametrize("attention", ATTENTION)
@@ -38,8 +38,14 @@ def worst(actual, expected) -> dict[str, float]:
     return {name: float((actual[name] - expected[name]).norm() / expected[name].norm()) for name in expected}
 
 
-def test_minfer_is_sparse(runs):
-    assert runs.losses("cp1", "minfer")[1] != pytest.approx(runs.losses("cp1", "stripe_ring")[1], rel=1e-3)
+@pytest.mark.parametrize("attention", ATTENTION[1:])
+def test_sparse_attention_is_not_exact_attention(runs, attention):
+    assert runs.losses("cp1", attention)[1] != pytest.approx(runs.losses("cp1", "stripe_ring")[1], rel=1e-3)
+
+
+def test_chunked_loss_equals_megatrons(runs):
+    expected = runs.losses("cp2tp2", "stripe_ring", flags=("--loss-chunk-size", "0"))
+    assert runs.losses("cp2tp2", "stripe_ring") == pytest.approx(expected, rel=1e-5)
 
 
 def test_exact_attention_equals_megatron(runs):
