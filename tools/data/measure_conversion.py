@@ -1,6 +1,6 @@
 """Measure a core: tokens a second of the converters' worker against transformers on the same text.
 
-    python tools/data/measure_conversion.py --input text.jsonl --reference Qwen/ --target-tokenizer qwen.tiktoken
+    python tools/data/measure_conversion.py --input t.jsonl --reference Qwen/ --target-tokenizer qwen.tiktoken
 
 Prints the median of several rounds, in millions of tokens a second of processor time; one thread each. The
 worker also reads JSON, checks that the ids keep the text, and writes the ids to the disk; transformers only

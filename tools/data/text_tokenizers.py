@@ -3,8 +3,8 @@
 `load_tokenizer(path)` knows a Hugging Face folder (or its tokenizer.json), a sentencepiece model, and a
 tiktoken rank file of Llama-3 or Qwen. Every class has: `vocabulary` (ids in use), `begin_ids` and `end_ids`
 (what stands at the ends of documents), `special_ids` (all ids that are not text), `end_of_document` (id to
-write after a document), `encode(text) -> int32 array` and `decode(ids) -> text`, where ids hold no special
-ones.
+write after a document), `encode(text) -> int32 array`, `decode(ids) -> text`, where ids hold no special ones,
+and `keeps(text, ids)`, which tells whether encoding lost something of a text.
 """
 
 import base64
