@@ -18,7 +18,7 @@ $(VENV)/installed: setup.py constraints.txt
 	touch $@
 
 demo: setup
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash examples/demo_cpu.sh
+	PYTHONWARNINGS=ignore::UserWarning PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash examples/demo_cpu.sh
 
 # The kernels' tests run under Triton's interpreter, which has to be chosen before Triton is imported.
 test: setup

@@ -17,6 +17,7 @@ setup(
         "triton>=3.6; sys_platform == 'linux'",
         "megatron-core[training]>=0.19.2,<0.20",
         "numpy<2.5",  # Triton's interpreter breaks with 2.5
+        "einops",  # for Megatron's hierarchical context parallelism
         "pyyaml",
         "sentencepiece",
         "tensorboard",
@@ -25,7 +26,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[core_cu13,pytorch]>=2.20", "flash-attn-4>=4.0.0b36"],
-        "test": ["hypothesis", "pytest", "ruff==0.17.6"],
-        "tools": ["huggingface_hub", "matplotlib", "pyarrow", "tiktoken", "zstandard"],
+        "test": ["hypothesis", "pytest", "ruff==0.17.6", "tiktoken"],
+        "tools": ["huggingface_hub", "matplotlib", "pyarrow", "tiktoken", "xxhash", "zstandard"],
     },
 )

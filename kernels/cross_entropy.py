@@ -1,4 +1,5 @@
-"""Softmax statistics and gradients of rows of logits, one read each, in place: no float32 copy of a chunk of logits.
+"""Softmax statistics and gradients of rows of logits, one read each, in place: no float32 copy of a chunk of
+logits.
 
 Legend: n rows (tokens), v columns (vocabulary entries of this rank).
 """
@@ -67,5 +68,7 @@ def logit_gradient_(logits, target, lse, grad) -> torch.Tensor:
         return logits
     inside = (target >= 0) & (target < logits.shape[1])
     gradient = torch.exp(logits.to(lse.dtype) - lse[:, None])
-    gradient[torch.arange(len(target), device=target.device), torch.where(inside, target, 0)] -= inside.to(lse.dtype)
+    gradient[torch.arange(len(target), device=target.device), torch.where(inside, target, 0)] -= inside.to(
+        lse.dtype
+    )
     return logits.copy_(gradient * grad[:, None])

@@ -9,8 +9,8 @@ import torch
 def merge(out, lse, step_out, step_lse) -> None:
     """Adds a ring step to the running result, in place.
 
-    out, step_out [s, b, h, d] and lse, step_lse [b, h, s] (natural logarithm, -inf: no key yet), all float32 or
-    float64. The weights are sigmoids of the difference, which cannot overflow; two empty sides stay empty.
+    out, step_out [s, b, h, d] and lse, step_lse [b, h, s] (natural logarithm, -inf: no key yet), all float32
+    or float64. The weights are sigmoids of the difference, which cannot overflow; two empty sides stay empty.
     """
     difference = torch.where(step_lse == -torch.inf, -torch.inf, step_lse - lse)
     weight = torch.sigmoid(difference).permute(2, 0, 1)[..., None]

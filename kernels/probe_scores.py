@@ -1,11 +1,12 @@
-"""How the last queries of a sequence look at the keys: mean probability by key (vertical) and by distance (slash).
+"""How the last queries of a sequence look at the keys: mean probability by key (vertical) and by distance
+(slash).
 
 Two passes over the local keys: `log_mass` gives each probe row's log-sum-exp, which the ranks combine; then
-`probe_scores` turns scores into probabilities and reduces them at once, so that no [h, q, t] array exists. Keys come
-in blocks of `block_size` consecutive positions. All in float32 (float64 for float64 inputs).
+`probe_scores` turns scores into probabilities and reduces them at once, so that no [h, q, t] array exists.
+Keys come in blocks of `block_size` consecutive positions. All in float32 (float64 for float64 inputs).
 
-Legend: q probe rows, t local key tokens, n local key blocks, N tokens of the whole sequence, b batch, h query heads,
-g key heads, d head size.
+Legend: q probe rows, t local key tokens, n local key blocks, N tokens of the whole sequence, b batch, h query
+heads, g key heads, d head size.
 """
 
 import torch
@@ -19,7 +20,9 @@ PROGRAMS = 528  # four on each of 132 multiprocessors; their scratch is 17 MB, w
 
 
 @triton.jit
-def _tile_scores(probe, row, rows, k, keys, first, heads, head, qk_scale, D: tl.constexpr, ROWS: tl.constexpr):
+def _tile_scores(
+    probe, row, rows, k, keys, first, heads, head, qk_scale, D: tl.constexpr, ROWS: tl.constexpr
+):
     """Scores in base 2 of ROWS probe rows from `row` on over one key tile; -inf where the key is later."""
     at = row + tl.arange(0, ROWS)
     pointers = probe + (at[:, None] * heads + head) * D + tl.arange(0, D)[None, :]
@@ -57,14 +60,15 @@ def log_mass_kernel(probe, key, starts, part, rows, first, pairs, tiles, qk_scal
 
 
 @triton.jit
-def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows, first, pairs, tiles, num_tokens,
-                        qk_scale, GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows, first, pairs, tiles,
+                        num_tokens, qk_scale, GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
                         ROWS: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """Mean probabilities of key tiles: summed over rows, and along the distances that a tile touches.
 
-    A tile of T keys and R <= T rows touches T + R - 1 distances, and two neighbouring tiles share R - 1 of them: the
-    last R - 1 go to a second array, so that every element has one writer. Sums along distances read the tile back
-    from `scratch` with every row shifted by one more: a gather in registers took seven times as long.
+    A tile of T keys and R <= T rows touches T + R - 1 distances, and two neighbouring tiles share R - 1 of
+    them: the last R - 1 go to a second array, so that every element has one writer. Sums along distances read
+    the tile back from `scratch` with every row shifted by one more: a gather in registers took seven times as
+    long.
     """
     scratch += tl.program_id(0).to(tl.int64) * ROWS * TILE
     r, offset = tl.arange(0, ROWS)[:, None], tl.arange(0, 2 * TILE)[None, :] - (TILE - 1)
@@ -77,7 +81,9 @@ def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows,
             head = pair * GROUP + member
             total = tl.zeros([TILE], dtype=tl.float32)
             for row in range(0, rows, ROWS):
-                scores = _tile_scores(probe, row, rows, k, keys, first, pairs * GROUP, head, qk_scale, D, ROWS)
+                scores = _tile_scores(
+                    probe, row, rows, k, keys, first, pairs * GROUP, head, qk_scale, D, ROWS
+                )
                 at = row + tl.arange(0, ROWS)
                 mass = tl.load(lse + head * rows + at, mask=at < rows, other=0.0) * 1.4426950408889634
                 p = tl.exp2(scores - mass[:, None]) / rows
@@ -98,8 +104,8 @@ def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows,
 def log_mass(probe, key, starts, first: int, scale: float, block_size: int) -> torch.Tensor:
     """log(sum(exp(scores))) of every probe row over the local keys: [b, h, q], -inf where all keys are later.
 
-    probe [q, b, h, d], row i at global position first + i; key [t, b, g, d], block j of it at global positions from
-    starts[j] on (int64 [n]).
+    probe [q, b, h, d], row i at global position first + i; key [t, b, g, d], block j of it at global
+    positions from starts[j] on (int64 [n]).
     """
     if not runs_on_triton(key, block_size):
         return torch.logsumexp(_scores(probe, key, _positions(starts, block_size), first, scale), -1)
@@ -115,8 +121,8 @@ def log_mass(probe, key, starts, first: int, scale: float, block_size: int) -> t
 def probe_scores(probe, key, starts, first: int, lse, *, scale: float, block_size: int, num_tokens: int):
     """Mean probability over the probe rows, by key and by distance.
 
-    lse [b, h, q] is over the keys of all ranks. Returns vertical [b, h, t], in the order of the local keys, and
-    this rank's part of slash [b, h, N]: the sum over ranks is the mean of A[i, first + i - distance].
+    lse [b, h, q] is over the keys of all ranks. Returns vertical [b, h, t], in the order of the local keys,
+    and this rank's part of slash [b, h, N]: the sum over ranks is the mean of A[i, first + i - distance].
     """
     if not runs_on_triton(key, block_size):
         return _probe_scores_torch(probe, key, _positions(starts, block_size), first, lse, scale, num_tokens)
@@ -128,8 +134,8 @@ def probe_scores(probe, key, starts, first: int, lse, *, scale: float, block_siz
     programs = min(grid[0] * grid[1], PROGRAMS)
     scratch = torch.empty(programs, shared["ROWS"], shared["TILE"], dtype=torch.float32, device=key.device)
     probe_scores_kernel[(programs,)](
-        probe, key, starts, lse.contiguous(), vertical, slash, scratch, rows, first, grid[1], grid[0], num_tokens,
-        scale * LOG2_E, **shared, num_warps=4,
+        probe, key, starts, lse.contiguous(), vertical, slash, scratch, rows, first, grid[1], grid[0],
+        num_tokens, scale * LOG2_E, **shared, num_warps=4,
     )  # fmt: skip
     return vertical, slash.sum(0)
 
@@ -137,13 +143,21 @@ def probe_scores(probe, key, starts, first: int, lse, *, scale: float, block_siz
 def runs_on_triton(key, block_size: int) -> bool:
     """Whether the Triton kernels take these keys; torch does the rest, and everything on a CPU."""
     whole_tiles = block_size in (16, 32, 64) or block_size % TILE == 0
-    return key.is_cuda and key.dtype != torch.float64 and key.shape[-1] in (16, 32, 64, 128, 256) and whole_tiles
+    return (
+        key.is_cuda and key.dtype != torch.float64 and key.shape[-1] in (16, 32, 64, 128, 256) and whole_tiles
+    )
 
 
 def _launch(probe, key, block_size: int):
     t, b, g, d = key.shape
     tile = min(TILE, block_size)
-    shared = {"GROUP": probe.shape[2] // g, "BLOCK": block_size, "TILE": tile, "ROWS": min(ROWS, tile), "D": d}
+    shared = {
+        "GROUP": probe.shape[2] // g,
+        "BLOCK": block_size,
+        "TILE": tile,
+        "ROWS": min(ROWS, tile),
+        "D": d,
+    }
     return (t // tile, b * g), shared
 
 

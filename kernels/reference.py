@@ -3,7 +3,8 @@
 Softmax over the attended keys only, straight from its definition; rows are taken `ROWS` at a time, so that no
 [s, t] array exists. The arithmetic is float32, or float64 for float64 inputs.
 
-Legend: b batch, s query tokens, t key tokens, h query heads, g key heads, d head size, m, n query, key blocks.
+Legend: b batch, s query tokens, t key tokens, h query heads, g key heads, d head size, m, n query, key
+blocks.
 """
 
 import torch
@@ -79,8 +80,8 @@ def routed_rows(routes, rows: slice, num_keys: int) -> torch.Tensor:
 def attend(query, key, value, tiles, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the local queries over the visiting keys.
 
-    query [s, b, h, d], key and value [t, b, g, d]. Returns out [s, b, h, d] and lse [b, h, s] (natural logarithm),
-    both float32 (float64 for float64 inputs); a row that attends nothing has out 0 and lse -inf.
+    query [s, b, h, d], key and value [t, b, g, d]. Returns out [s, b, h, d] and lse [b, h, s] (natural
+    logarithm), both float32 (float64 for float64 inputs); a row that attends nothing has out 0 and lse -inf.
     """
     out = torch.empty_like(query, dtype=_accumulator(query))
     lse = torch.empty(*query.shape[1:3], query.shape[0], dtype=out.dtype, device=query.device)
@@ -89,14 +90,17 @@ def attend(query, key, value, tiles, scale: float) -> tuple[torch.Tensor, torch.
         scores = _scores(query[rows], k[..., :reach, :], scale).masked_fill_(~mask, -torch.inf)
         row_lse = torch.logsumexp(scores, -1)
         probability = torch.exp_(scores.sub_(_finite(row_lse)[..., None]))
-        part = (probability.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ v[..., :reach, :]).unflatten(2, (-1, mask.shape[2]))
+        part = (probability.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ v[..., :reach, :]).unflatten(
+            2, (-1, mask.shape[2])
+        )
         out[rows] = part.flatten(1, 2).permute(2, 0, 1, 3)
         lse[..., rows] = row_lse
     return out, lse
 
 
 def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, delta=None):
-    """Gradients of one ring step: (dq [s, b, h, d], dk, dv [t, b, g, d]), in float32 (float64 for float64 inputs).
+    """Gradients of one ring step: (dq [s, b, h, d], dk, dv [t, b, g, d]), in float32 (float64 for float64
+    inputs).
 
     `out` and `lse` are those of the whole softmax, over all ring steps. delta is rowsum(grad_out * out) as
     [b, h, s] when the caller has it already.
@@ -113,7 +117,9 @@ def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, 
         q = _grouped(query[rows], groups)
         p = probability.unflatten(1, (groups, -1)).flatten(2, 3)
         dv[..., :reach, :] += p.mT @ do
-        dscore = p * (do @ v[..., :reach, :].mT - delta[..., rows].unflatten(1, (groups, -1)).flatten(2, 3)[..., None])
+        dscore = p * (
+            do @ v[..., :reach, :].mT - delta[..., rows].unflatten(1, (groups, -1)).flatten(2, 3)[..., None]
+        )
         dscore *= scale
         dk[..., :reach, :] += dscore.mT @ q
         part = (dscore @ k[..., :reach, :]).unflatten(2, (-1, mask.shape[2]))

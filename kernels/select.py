@@ -1,8 +1,9 @@
 """The highest scores of every row, by mass or by number, as a mask: a threshold is found, nothing is sorted.
 
-Scores lie in [0, 2), so their bit patterns sort like their values and bit 30 is never set. A pass tries the sixteen
-values of the next four bits of the threshold at once, each row in PARTS pieces; the next pass first settles those
-bits. Of the scores equal to the threshold the first ones are taken, as many as the budget still wants.
+Scores lie in [0, 2), so their bit patterns sort like their values and bit 30 is never set. A pass tries the
+sixteen values of the next four bits of the threshold at once, each row in PARTS pieces; the next pass first
+settles those bits. Of the scores equal to the threshold the first ones are taken, as many as the budget still
+wants.
 
 Legend: b batch, h heads, N scores of a row.
 """
@@ -46,7 +47,8 @@ def _settle(state, counts, masses, row, rows, wanted, limit, step, PARTS: tl.con
 @triton.jit
 def count_kernel(scores, share, cap, state, counts, masses, length, rows, part_length, step,
                  PARTS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Counts and sums the scores of one piece of a row that reach each of the sixteen thresholds of pass `step`."""
+    """Counts and sums the scores of one piece of a row that reach each of the sixteen thresholds of pass
+    `step`."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     threshold, above_count, above_mass = 0, 0, tl.zeros([], dtype=tl.float64)
     if step > 0:
@@ -78,13 +80,18 @@ def count_kernel(scores, share, cap, state, counts, masses, length, rows, part_l
 @triton.jit
 def ties_kernel(scores, share, cap, state, counts, masses, ties, left, length, rows, part_length, step,
                 PARTS: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
-    """Writes the final threshold, how many scores equal to it are wanted, and how many each piece of a row has."""
+    """Writes the final threshold, how many scores equal to it are wanted, and how many each piece of a row
+    has."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     wanted, limit = tl.load(share + row), tl.load(cap + row)
-    threshold, above_count, above_mass = _settle(state, counts, masses, row, rows, wanted, limit, step - 1, PARTS)
+    threshold, above_count, above_mass = _settle(
+        state, counts, masses, row, rows, wanted, limit, step - 1, PARTS
+    )
     if part == 0:
         level = threshold.to(tl.float32, bitcast=True).to(tl.float64)
-        lacking = tl.where(above_mass < wanted, tl.ceil((wanted - above_mass) / tl.maximum(level, 1e-300)), 0.0)
+        lacking = tl.where(
+            above_mass < wanted, tl.ceil((wanted - above_mass) / tl.maximum(level, 1e-300)), 0.0
+        )
         tl.store(state + step * rows + row, threshold)
         tl.store(left + row, tl.minimum((limit - above_count).to(tl.float64), lacking).to(tl.int32))
     equal = tl.zeros([CHUNK], dtype=tl.int32)
@@ -118,9 +125,9 @@ def mask_kernel(scores, state, ties, left, mask, length, rows, part_length, step
 def select(scores, share, cap) -> torch.Tensor:
     """The highest scores of every row: bool, shaped like `scores`.
 
-    scores [rows, N] in [0, 2); share float64 [rows] (inf: no bound by mass) and cap int32 [rows]. Descending, ties to
-    the lower position, an entry is kept while the mass before it is below its row's share (so the one that crosses
-    it is kept) and fewer than cap are kept. The mass is summed in float64.
+    scores [rows, N] in [0, 2); share float64 [rows] (inf: no bound by mass) and cap int32 [rows]. Descending,
+    ties to the lower position, an entry is kept while the mass before it is below its row's share (so the one
+    that crosses it is kept) and fewer than cap are kept. The mass is summed in float64.
     """
     if not scores.is_cuda:
         return select_by_sorting(scores, share, cap)

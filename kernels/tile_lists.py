@@ -1,7 +1,7 @@
 """Tile and column lists from masks: what a method decided becomes what the attention kernels walk.
 
-The functions take CPU tensors through torch and GPU tensors through the Triton kernels of this file; the two give
-equal lists. A tile mask comes in one of two forms: bool [b, h, m, n], or by block distance, `Slashes`.
+The functions take CPU tensors through torch and GPU tensors through the Triton kernels of this file; the two
+give equal lists. A tile mask comes in one of two forms: bool [b, h, m, n], or by block distance, `Slashes`.
 
 Legend: b batch, h query heads, g key heads, m query blocks, n key blocks, M block distances, c column slots,
 t key tokens, G block size.
@@ -41,13 +41,17 @@ def _is_on(mask, query, key, head, i, j, m, n, distances, inside, SLASHES: tl.co
     """Whether tiles (i, j) of a head are on; i or j may be a vector."""
     if SLASHES:
         # `+ 0 *` gives both pointers the shape of the mask, whichever of i and j is the vector.
-        distance = tl.load(query + i + 0 * j, mask=inside, other=0) - tl.load(key + j + 0 * i, mask=inside, other=0)
+        distance = tl.load(query + i + 0 * j, mask=inside, other=0) - tl.load(
+            key + j + 0 * i, mask=inside, other=0
+        )
         return tl.load(mask + head * distances + distance, mask=inside & (distance >= 0), other=0) != 0
     return tl.load(mask + (head * m + i) * n + j, mask=inside, other=0) != 0
 
 
 @triton.jit
-def query_lists_kernel(mask, query, key, count, index, m, n, distances, SLASHES: tl.constexpr, CHUNK: tl.constexpr):
+def query_lists_kernel(
+    mask, query, key, count, index, m, n, distances, SLASHES: tl.constexpr, CHUNK: tl.constexpr
+):
     """The list of one (head, query block): ids of its key blocks, ascending."""
     i, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = index + (head * m + i) * n
@@ -61,8 +65,8 @@ def query_lists_kernel(mask, query, key, count, index, m, n, distances, SLASHES:
 
 
 @triton.jit
-def key_lists_kernel(mask, query, key, count, index, m, n, distances, GROUP: tl.constexpr, SLASHES: tl.constexpr,
-                     CHUNK: tl.constexpr):  # fmt: skip
+def key_lists_kernel(mask, query, key, count, index, m, n, distances, GROUP: tl.constexpr,
+                     SLASHES: tl.constexpr, CHUNK: tl.constexpr):  # fmt: skip
     """The list of one (key head, key block): its (query head of the group, query block) pairs, ascending."""
     j, pair = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = index + (pair * n + j) * GROUP * m
@@ -108,8 +112,8 @@ def column_bits_kernel(on, query, key, index, limit, visible, m, n, c, distances
 def list_by_query(mask) -> tuple[torch.Tensor, torch.Tensor]:
     """The attended key blocks of every query block.
 
-    mask bool [b, h, m, n] or Slashes. Returns count int32 [b, h, m] and index int32 [b, h, m, n], ascending in its
-    first `count` slots.
+    mask bool [b, h, m, n] or Slashes. Returns count int32 [b, h, m] and index int32 [b, h, m, n], ascending
+    in its first `count` slots.
     """
     if _device(mask).type != "cuda":
         return _list(_tile_mask(mask))
@@ -119,8 +123,8 @@ def list_by_query(mask) -> tuple[torch.Tensor, torch.Tensor]:
 def list_by_key(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The attending (head, query block) pairs of every key block and key head.
 
-    mask bool [b, h, m, n] or Slashes. Returns count int32 [b, g, n] and index int32 [b, g, n, (h / g) * m] whose
-    entries are (query head within its group) * m + query block, ascending in the first `count` slots.
+    mask bool [b, h, m, n] or Slashes. Returns count int32 [b, g, n] and index int32 [b, g, n, (h / g) * m]
+    whose entries are (query head within its group) * m + query block, ascending in the first `count` slots.
     """
     if _device(mask).type != "cuda":
         return _list(_tile_mask(mask).unflatten(1, (groups, -1)).flatten(2, 3).transpose(-1, -2))
@@ -130,8 +134,8 @@ def list_by_key(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
 def list_columns(selected, slashes: Slashes, block_size: int, slots: int) -> Columns:
     """The selected key tokens of every head, and which query blocks see them.
 
-    selected bool [b, h, t], in the order of the visiting shard, with at most `slots` true in a row; `slashes` are the
-    tiles that the step attends anyway.
+    selected bool [b, h, t], in the order of the visiting shard, with at most `slots` true in a row; `slashes`
+    are the tiles that the step attends anyway.
     """
     slots = -(-slots // SLOTS) * SLOTS
     per_block = selected.unflatten(-1, (-1, block_size)).sum(-1, dtype=torch.int32)

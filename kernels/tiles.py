@@ -1,7 +1,8 @@
-"""One ring step: which tiles of (query block, key block) are attended, and the two functions that attend them.
+"""One ring step: which (query block, key block) tiles are attended, and the functions that attend them.
 
-Legend: b batch, s query tokens, t key tokens, h query heads, g key heads, d head size, m query blocks,
-n key blocks, c column slots, r runs of routed keys, e routed rows; all of the local query shard and of the visiting key shard.
+Legend: b batch, s query tokens, t key tokens, h query heads, g key heads, d head size, m query blocks, n key
+blocks, c column slots, r runs of routed keys, e routed rows; all of the local query shard and of the visiting
+key shard.
 """
 
 import logging
@@ -20,9 +21,9 @@ class Columns(NamedTuple):
              c is a multiple of 64
     count    int32 [b, h]
     limit    int32 [b, h, m], for every query block the columns that may be visible are slots 0 .. limit - 1
-    visible  int32 [b, h, m, c / 32], a bit per slot (slot 32 * w + i is bit i of word w): whether every row of the
-             query block attends the column. It does when the column lies in an earlier block and no tile of the
-             step covers it already; bits of slots past `limit` are 0.
+    visible  int32 [b, h, m, c / 32], a bit per slot (slot 32 * w + i is bit i of word w): whether every row
+             of the query block attends the column. It does when the column lies in an earlier block and no
+             tile of the step covers it already; bits of slots past `limit` are 0.
     """
 
     index: torch.Tensor
@@ -32,12 +33,14 @@ class Columns(NamedTuple):
 
 
 class Routes(NamedTuple):
-    """Query rows sent to runs of keys one by one, on top of the tiles: every listed row attends the whole run.
+    """Query rows sent to runs of keys, on top of the tiles: every listed row attends the whole run.
 
-    key_start  int32 [r + 1], run i is the local keys key_start[i] .. key_start[i + 1] - 1 of the visiting shard
+    key_start  int32 [r + 1], run i is the local keys key_start[i] .. key_start[i + 1] - 1 of the visiting
+               shard
     row_start  int32 [b, h, r + 1] and
-    row_index  int32 [b, h, e], the local query rows of run i are row_index[row_start[i] .. row_start[i + 1] - 1],
-               ascending. No tile of the step covers what a route covers. What follows the last run is undefined
+    row_index  int32 [b, h, e], the local query rows of run i are row_index[row_start[i] .. row_start[i + 1] -
+               1], ascending. No tile of the step covers what a route covers. What follows the last run is
+               undefined
     """
 
     key_start: torch.Tensor
@@ -49,10 +52,10 @@ class Tiles(NamedTuple):
     """What the local queries attend in the visiting key shard. All tensors are contiguous.
 
     block_count  int32 [b, h, m], number of attended key blocks of every query block
-    block_index  int32 [b, h, m, n], their local ids in the first `block_count` slots, ascending; what the other
-                 slots hold is undefined
-    diagonal     bool, whether the key shard is the queries' own: then the tile (i, i) is masked causally inside
-                 and every other tile is attended whole
+    block_index  int32 [b, h, m, n], their local ids in the first `block_count` slots, ascending; what the
+                 other slots hold is undefined
+    diagonal     bool, whether the key shard is the queries' own: then the tile (i, i) is masked causally
+                 inside and every other tile is attended whole
     block_size   tokens of a block
     columns      Columns or None
     routes       Routes or None
@@ -73,7 +76,8 @@ class Tiles(NamedTuple):
 
 BACKENDS = ("auto", "triton", "reference")
 HEAD_SIZES = (32, 64, 128)  # of the Triton kernels
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: its kernels then run on the CPU
+# Triton's own switch: its kernels then run on the CPU.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _announced: set[str] = set()
 _log = logging.getLogger(__name__)
 
@@ -81,19 +85,21 @@ _log = logging.getLogger(__name__)
 def attend(query, key, value, tiles: Tiles, scale: float, *, backend: str = "auto"):
     """Attention of the local queries over the visiting keys, by the kernel `backend`.
 
-    query [s, b, h, d], key and value [t, b, g, d] with s, t multiples of tiles.block_size and h a multiple of g.
-    Returns out [s, b, h, d] and lse [b, h, s] (natural logarithm), both float32 (float64 for float64 inputs); a
-    row that attends nothing in this step has out 0 and lse -inf. Raises ValueError for a backend that is unknown
-    or cannot run here.
+    query [s, b, h, d], key and value [t, b, g, d] with s, t multiples of tiles.block_size and h a multiple of
+    g. Returns out [s, b, h, d] and lse [b, h, s] (natural logarithm), both float32 (float64 for float64
+    inputs); a row that attends nothing in this step has out 0 and lse -inf. Raises ValueError for a backend
+    that is unknown or cannot run here.
     """
     return _kernels(backend, query).attend(query, key, value, tiles, scale)
 
 
-def attend_backward(grad_out, query, key, value, out, lse, tiles: Tiles, scale: float, *, delta=None, backend="auto"):
-    """Gradients of one ring step: (dq [s, b, h, d], dk, dv [t, b, g, d]), float32 (float64 for float64 inputs).
+def attend_backward(
+    grad_out, query, key, value, out, lse, tiles: Tiles, scale: float, *, delta=None, backend="auto"
+):
+    """Gradients of one ring step: dq [s, b, h, d], dk and dv [t, b, g, d], float32 or float64.
 
-    `out` and `lse` are those of the softmax over all ring steps. `delta` is row_delta(grad_out, out), [b, h, s],
-    for callers that run several steps; it is computed when missing.
+    `out` and `lse` are those of the softmax over all ring steps. `delta` is row_delta(grad_out, out), [b, h,
+    s], for callers that run several steps; it is computed when missing.
     """
     kernels = _kernels(backend, query)
     return kernels.attend_backward(grad_out, query, key, value, out, lse, tiles, scale, delta=delta)

@@ -1,7 +1,7 @@
 """Ring attention over a sparse index: the one autograd function.
 
-The query never moves. Keys and values visit; what is attended of them is a list of tiles; the results of the steps
-are merged in float32. In the backward the keys' gradients follow their shard home.
+The query never moves. Keys and values visit; what is attended of them is a list of tiles; the results of the
+steps are merged in float32. In the backward the keys' gradients follow their shard home.
 """
 
 import torch
@@ -15,7 +15,7 @@ from .layouts import Layout
 from .ring import Rings, bring_home, visit, world
 
 
-def sparse_ring_attention(
+def sparse_ring_attention(  # noqa: PLR0913 - a fixed public signature
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -29,11 +29,12 @@ def sparse_ring_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, SparseIndex]:
     """Attention of the whole sequence, computed by the ranks of `rings` together.
 
-    query [s, b, h, d], key and value [s, b, g, d] are this rank's shards in the order of `layout`, h a multiple of
-    g. `rings` are process groups, inner to outer; an empty list, or groups of one, is a single rank and runs the
-    same method. `layer` is zero-based in the whole model; softmax_scale defaults to d ** -0.5. Returns
-    [s, b, h, d] in the dtype of query, and the index when asked for it. Differentiable in query, key and value.
-    Raises ValueError when the shapes do not fit the layout, each other, or the method's settings.
+    query [s, b, h, d], key and value [s, b, g, d] are this rank's shards in the order of `layout`, h a
+    multiple of g. `rings` are process groups, inner to outer; an empty list, or groups of one, is a single
+    rank and runs the same method. `layer` is zero-based in the whole model; softmax_scale defaults to d **
+    -0.5. Returns [s, b, h, d] in the dtype of query, and the index when asked for it. Differentiable in
+    query, key and value. Raises ValueError when the shapes do not fit the layout, each other, or the method's
+    settings.
     """
     _check(query, key, value, layout, rings)
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -82,20 +83,24 @@ class _RingAttention(torch.autograd.Function):
 def _check(query, key, value, layout: Layout, rings: Rings) -> None:
     if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
         raise ValueError(
-            f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} must be "
-            "[s, b, heads, d], key and value alike"
+            f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} must "
+            "be [s, b, heads, d], key and value alike"
         )
     if query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
-        raise ValueError(f"query {list(query.shape)} and key {list(key.shape)} differ in tokens, batch or head size")
+        raise ValueError(
+            f"query {list(query.shape)} and key {list(key.shape)} differ in tokens, batch or head size"
+        )
     if query.shape[2] % key.shape[2]:
         raise ValueError(f"{query.shape[2]} query heads are not a multiple of {key.shape[2]} key heads")
     if not query.dtype == key.dtype == value.dtype:
-        raise ValueError(f"query, key, value are {query.dtype}, {key.dtype}, {value.dtype}; give them one dtype")
+        raise ValueError(
+            f"query, key, value are {query.dtype}, {key.dtype}, {value.dtype}; give them one dtype"
+        )
     size = world(rings)[1]
     if size != layout.world_size:
         raise ValueError(f"the rings have {size} ranks; the layout is for {layout.world_size}")
     if query.shape[0] != layout.local_tokens:
         raise ValueError(
-            f"this rank's shard has {query.shape[0]} tokens; the layout ({layout.num_tokens} tokens on {size} ranks) "
-            f"gives {layout.local_tokens}"
+            f"this rank's shard has {query.shape[0]} tokens; the layout ({layout.num_tokens} tokens on {size} "
+            f"ranks) gives {layout.local_tokens}"
         )

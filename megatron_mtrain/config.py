@@ -84,7 +84,8 @@ class XattnConfig:
     """XAttention: blocks chosen by sums along the antidiagonals of the scores.
 
     granularity  tokens of a block; the YAML's word for block_size
-    stride       tokens of a cell: scores are summed over `stride` antidiagonal elements of a stride x stride square
+    stride       tokens of a cell: scores are summed over `stride` antidiagonal elements of a stride x stride
+                 square
     norm         divides the scores of cells, over sqrt(d) * stride
     threshold    share of a query block's probability that its chosen blocks reach
     keep_sink    always choose the first block (it always is)
@@ -111,7 +112,8 @@ class XattnConfig:
             _check_int(name, getattr(self, name), 1)
         if self.granularity % self.stride:
             raise ValueError(
-                f"stride {self.stride} does not divide granularity {self.granularity}; use a divisor, such as 16 or 8"
+                f"stride {self.stride} does not divide granularity {self.granularity}; use a divisor, such as "
+                "16 or 8"
             )
         if isinstance(self.norm, bool) or not isinstance(self.norm, int | float) or self.norm <= 0:
             raise ValueError(f"norm {self.norm!r} must be a number above 0")
@@ -123,7 +125,9 @@ class XattnConfig:
         published = {"softmax": True, "select_mode": "inverse", "use_triton": True, "causal": True, "kdb": 1}
         for name, value in published.items():
             if getattr(self, name) != value:
-                raise ValueError(f"{name} {getattr(self, name)!r} is not supported; leave it out, or set {value}")
+                raise ValueError(
+                    f"{name} {getattr(self, name)!r} is not supported; leave it out, or set {value}"
+                )
 
 
 METHODS: dict[str, type] = {
@@ -175,13 +179,13 @@ class AttentionConfig:
             )
         if self.attn_type == "moba" and self.method.moba_chunk_size % self.block_size:
             raise ValueError(
-                f"moba_chunk_size {self.method.moba_chunk_size} is not a multiple of block_size {self.block_size}; "
-                f"use one, or a smaller block_size"
+                f"moba_chunk_size {self.method.moba_chunk_size} is not a multiple of block_size "
+                f"{self.block_size}; use one, or a smaller block_size"
             )
         if self.attn_type == "xattn" and self.method.granularity != self.block_size:
             raise ValueError(
-                f"granularity {self.method.granularity} and block_size {self.block_size} differ; they are one thing "
-                "for xattn: give granularity alone"
+                f"granularity {self.method.granularity} and block_size {self.block_size} differ; they are one "
+                "thing for xattn: give granularity alone"
             )
 
     @property
@@ -225,7 +229,8 @@ class AttentionConfig:
             raise ValueError(f"{path}: {error}") from None
 
     def to_yaml(self) -> str:
-        """The YAML text that from_yaml reads back to this configuration (head_offset, a rank's own, is left out)."""
+        """The YAML text that from_yaml reads back to this configuration (head_offset, a rank's own, is left
+        out)."""
         own = {name: getattr(self, name) for name in ("implementation", "block_size", "backend")}
         own |= {item.name: getattr(self.method, item.name) for item in fields(self.method)}
         return yaml.safe_dump(own, sort_keys=False)
@@ -235,15 +240,20 @@ class AttentionConfig:
         return replace(self, head_offset=head_offset)
 
     def check_model(self, *, num_layers: int, num_heads: int) -> None:
-        """Raises ValueError when the pattern file has no budget for one of the model's layers or query heads."""
+        """Raises ValueError when the pattern file has no budget for one of the model's layers or query
+        heads."""
         if self.attn_type != "minfer":
             return
         name, pattern = self.method.pattern_config_name, self.method.pattern
         if len(pattern) < num_layers:
-            raise ValueError(f"pattern {name} has {len(pattern)} layers; the model has {num_layers}. {_WAY_OUT}")
+            raise ValueError(
+                f"pattern {name} has {len(pattern)} layers; the model has {num_layers}. {_WAY_OUT}"
+            )
         heads = min(len(layer) for layer in pattern)
         if heads < num_heads:
-            raise ValueError(f"pattern {name} has {heads} heads a layer; the model has {num_heads}. {_WAY_OUT}")
+            raise ValueError(
+                f"pattern {name} has {heads} heads a layer; the model has {num_heads}. {_WAY_OUT}"
+            )
 
 
 _WAY_OUT = "Give the pattern file of this model as pattern_config_name"
@@ -261,10 +271,13 @@ def _method(attn_type: str, given: dict[str, Any]):
     if attn_type == "moba":
         missing = [name for name in allowed if name not in given]
         if missing:
-            raise ValueError(f"attn_type moba needs {missing[0]}, for example moba_chunk_size: 4096, moba_topk: 12")
+            raise ValueError(
+                f"attn_type moba needs {missing[0]}, for example moba_chunk_size: 4096, moba_topk: 12"
+            )
     if attn_type == "minfer" and "pattern_config_name" not in given:
         raise ValueError(
-            f"attn_type minfer needs pattern_config_name, the name of a pattern file: {', '.join(shipped_patterns())}"
+            "attn_type minfer needs pattern_config_name, the name of a pattern file: "
+            f"{', '.join(shipped_patterns())}"
         )
     return kind(**given)
 
@@ -276,7 +289,8 @@ def shipped_patterns() -> list[str]:
 
 @lru_cache(maxsize=64)
 def load_pattern(name: str) -> tuple[tuple[HeadPattern, ...], ...]:
-    """The budgets of a pattern file by layer and query head. Raises ValueError for whatever it cannot mean."""
+    """The budgets of a pattern file by layer and query head. Raises ValueError for whatever it cannot
+    mean."""
     path = _find(name, PATTERNS, ".json", "pattern_config_name")
     try:
         layers = json.loads(path.read_text(encoding="utf-8"))
@@ -305,7 +319,9 @@ def _head_pattern(where: str, entry) -> HeadPattern:
         for budget in (vertical, slash):
             _check_flex(where, budget)
         return HeadPattern(float(vertical[0]), vertical[1], float(slash[0]), slash[1])
-    raise ValueError(f"{where}: unknown pattern {name!r}; allowed: vertical_and_slash, flex_vertical_and_slash")
+    raise ValueError(
+        f"{where}: unknown pattern {name!r}; allowed: vertical_and_slash, flex_vertical_and_slash"
+    )
 
 
 def _check_flex(where: str, budget) -> None:
@@ -326,7 +342,9 @@ def _find(name: str | Path, folder: Path, suffix: str, what: str) -> Path:
         if path.is_file():
             return path
     shipped = sorted(path.stem for path in folder.glob(f"*{suffix}"))
-    raise ValueError(f"{what} {str(name)!r} is neither a file nor a shipped name; shipped: {', '.join(shipped)}")
+    raise ValueError(
+        f"{what} {str(name)!r} is neither a file nor a shipped name; shipped: {', '.join(shipped)}"
+    )
 
 
 def _check_int(name: str, value, least: int) -> None:

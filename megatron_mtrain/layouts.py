@@ -112,7 +112,7 @@ def _order(layout: Layout, device: torch.device) -> torch.Tensor:
 def make_layout(name: str, num_tokens: int, world_size: int, block_size: int) -> Layout:
     """The layout `name` ("zigzag" or "stripe") of `num_tokens` tokens over `world_size` ranks.
 
-    Raises ValueError when the name is unknown or the tokens cannot be dealt in whole blocks: num_tokens must be
-    a multiple of world_size * block_size tokens (stripe) or of twice that (zigzag).
+    Raises ValueError when the name is unknown or the tokens cannot be dealt in whole blocks: num_tokens must
+    be a multiple of world_size * block_size tokens (stripe) or of twice that (zigzag).
     """
     return Layout(name, num_tokens, world_size, block_size)

@@ -1,13 +1,15 @@
 """Cross entropy of the output layer, a chunk of tokens at a time: the logits of a sequence never exist.
 
-At 131072 tokens the float32 logits of Qwen's vocabulary would take 80 GB. Here a chunk's logits are made, reduced to
-two numbers a token and dropped; the backward makes them again, turns them into their gradient in place, and multiplies
-on. The vocabulary may be split over tensor-parallel ranks: only the two numbers a token are exchanged.
+At 131072 tokens the float32 logits of Qwen's vocabulary would take 80 GB. Here a chunk's logits are made,
+reduced to two numbers a token and dropped; the backward makes them again, turns them into their gradient in
+place, and multiplies on. The vocabulary may be split over tensor-parallel ranks: only the two numbers a token
+are exchanged.
 
-Reference: the recompute form of Liger's fused linear cross entropy (arXiv 2410.10989), which reduces to one scalar and
-knows no tensor parallelism; Megatron needs a loss per token.
+Reference: the recompute form of Liger's fused linear cross entropy (arXiv 2410.10989), which reduces to one
+scalar and knows no tensor parallelism; Megatron needs a loss per token.
 
-Legend: s tokens of this rank, b batch, n = s * b, h hidden size, v vocabulary entries of this tensor-parallel rank.
+Legend: s tokens of this rank, b batch, n = s * b, h hidden size, v vocabulary entries of this tensor-parallel
+rank.
 """
 
 import torch
@@ -30,9 +32,9 @@ def in_chunks(chunk_size: int) -> dict:
 def chunked_loss(*, hidden_states, output_layer, output_weight, labels, context=None, **_unused):
     """Per-token losses float32 [b, s]: an `output_processor` for Megatron's GPTModel.forward.
 
-    hidden_states [s, b, h] (split over tensor-parallel ranks under sequence parallelism), labels int64 [b, s];
-    output_weight [v, h] is the tied embedding, or None for the output layer's own weight. `context` is the number of
-    tokens of a chunk, default CHUNK.
+    hidden_states [s, b, h] (split over tensor-parallel ranks under sequence parallelism), labels int64 [b,
+    s]; output_weight [v, h] is the tied embedding, or None for the output layer's own weight. `context` is
+    the number of tokens of a chunk, default CHUNK.
     """
     group = output_layer.tp_group
     if output_layer.sequence_parallel:
@@ -50,8 +52,9 @@ def chunked_loss(*, hidden_states, output_layer, output_weight, labels, context=
 def linear_cross_entropy(hidden, weight, target, *, group=None, chunk: int = CHUNK) -> torch.Tensor:
     """Cross entropy of hidden @ weight.T, float32 [n] (float64 for float64 inputs), differentiable in both.
 
-    hidden [n, h], weight [v, h], target int64 [n] in the whole vocabulary, of which the rank r of `group` holds the
-    entries r * v .. r * v + v - 1. Gradients of hidden are this rank's part; they sum over the group.
+    hidden [n, h], weight [v, h], target int64 [n] in the whole vocabulary, of which the rank r of `group`
+    holds the entries r * v .. r * v + v - 1. Gradients of hidden are this rank's part; they sum over the
+    group.
     """
     return _LinearCrossEntropy.apply(hidden, weight, target, group, chunk)
 
@@ -78,7 +81,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype)
         for rows in _chunks(len(hidden), ctx.chunk):
-            logits = logit_gradient_(hidden[rows] @ weight.T, target[rows], lse[rows], grad[rows].contiguous())
+            logits = logit_gradient_(
+                hidden[rows] @ weight.T, target[rows], lse[rows], grad[rows].contiguous()
+            )
             torch.mm(logits, weight, out=grad_hidden[rows])
             _add_product(grad_weight, logits.T, hidden[rows])
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None

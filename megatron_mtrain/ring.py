@@ -1,13 +1,14 @@
 """How shards travel: every rank sees every shard once, over one ring or over rings of rings.
 
-`rings` is a list of process groups, inner to outer. Rank i of the inner group and rank o of the outer one is rank
-o * inner_size + i of the whole; an empty list is a single rank. A ring of one never touches the network.
+`rings` is a list of process groups, inner to outer. Rank i of the inner group and rank o of the outer one is
+rank o * inner_size + i of the whole; an empty list is a single rank. A ring of one never touches the network.
 
 On rings [inner, outer] a shard makes a full inner round between two outer hops, and the outer transfer is in
-flight during that whole round: the slow link has W_inner steps of compute to hide behind (MTraining, section 4).
+flight during that whole round: the slow link has W_inner steps of compute to hide behind (MTraining, section
+4).
 
-Every exchange sends to the next rank and receives from the previous one, so after t hops a rank holds the shard of
-rank r - t. Receives go to two buffers in turn, allocated once a round.
+Every exchange sends to the next rank and receives from the previous one, so after t hops a rank holds the
+shard of rank r - t. Receives go to two buffers in turn, allocated once a round.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,8 +33,8 @@ def world(rings: Rings) -> tuple[int, int]:
 def visit(shard: Shard, rings: Rings) -> Iterator[tuple[int, Shard]]:
     """Yields (source, shard of that rank) for every rank, this one first.
 
-    shard is a tuple of contiguous tensors, shaped alike on all ranks. What is yielded may be read until the next
-    one is asked for; then its memory receives another shard. Iterate to the end: the peers wait for it.
+    shard is a tuple of contiguous tensors, shaped alike on all ranks. What is yielded may be read until the
+    next one is asked for; then its memory receives another shard. Iterate to the end: the peers wait for it.
     """
     if not rings:
         yield 0, shard
@@ -48,9 +49,9 @@ def visit(shard: Shard, rings: Rings) -> Iterator[tuple[int, Shard]]:
 def bring_home(shard: Shard, rings: Rings, grad: Callable[[int, Shard], Shard]) -> Shard:
     """The gradient of this rank's shard, summed over all ranks that saw it.
 
-    `grad(source, shard)` is called once per visiting shard and returns this rank's share of its gradient, in new
-    tensors (float32 or wider: they accumulate). A partial sum follows its shard one hop behind and is received
-    while `grad` computes the next share.
+    `grad(source, shard)` is called once per visiting shard and returns this rank's share of its gradient, in
+    new tensors (float32 or wider: they accumulate). A partial sum follows its shard one hop behind and is
+    received while `grad` computes the next share.
     """
     if not rings:
         return grad(0, shard)
@@ -109,7 +110,9 @@ def _rounds(shard: Shard, ring) -> Iterator[tuple[int, Shard]]:
 class _Hop:
     """One exchange in flight: `tensors` to the next rank of the ring, the previous rank's into `buffers`."""
 
-    def __init__(self, tensors: Shard, ring, rank: int, size: int, *, buffers: Shard | None = None, tag: int = 0):
+    def __init__(
+        self, tensors: Shard, ring, rank: int, size: int, *, buffers: Shard | None = None, tag: int = 0
+    ):
         self.sent = tensors
         self.received = buffers or tuple(torch.empty_like(tensor) for tensor in tensors)
         after, before = (rank + 1) % size, (rank - 1) % size
@@ -117,7 +120,9 @@ class _Hop:
         for number, (sent, received) in enumerate(zip(tensors, self.received, strict=True)):
             # The tag keeps keys, values and their gradients apart where the backend matches by tag (gloo).
             operations.append(dist.P2POp(dist.isend, sent, group=ring, group_peer=after, tag=tag + number))
-            operations.append(dist.P2POp(dist.irecv, received, group=ring, group_peer=before, tag=tag + number))
+            operations.append(
+                dist.P2POp(dist.irecv, received, group=ring, group_peer=before, tag=tag + number)
+            )
         self.requests = dist.batch_isend_irecv(operations)
 
     def wait(self) -> Shard:

@@ -36,7 +36,8 @@ def dense_mask(batch, heads, num_tokens):
 def minfer_mask(query, key, budgets, *, block_size, last_q, sink_tokens, local_window, scale=None):
     """The vertical-slash mask, bool [b, h, N, N].
 
-    budgets: a list with, per query head, (vertical share or None, vertical cap, slash share or None, slash cap).
+    budgets: a list with, per query head, (vertical share or None, vertical cap, slash share or None, slash
+    cap).
     """
     num_tokens, batch, heads, size = query.shape
     scale = size**-0.5 if scale is None else scale

@@ -10,7 +10,9 @@ from tests.ring.cases import write_pattern
 
 def tensors(tokens=64, batch=2, heads=4, groups=2, size=8, dtype=torch.float32):
     generator = torch.Generator().manual_seed(3)
-    return [torch.randn(tokens, batch, h, size, generator=generator).to(dtype) for h in (heads, groups, groups)]
+    return [
+        torch.randn(tokens, batch, h, size, generator=generator).to(dtype) for h in (heads, groups, groups)
+    ]
 
 
 DENSE = AttentionConfig.from_dict("dense", {"block_size": 8})
@@ -58,7 +60,8 @@ def test_strided_inputs_and_no_grad():
 def test_two_runs_are_bitwise_equal(tmp_path):
     pattern = write_pattern(tmp_path / "p.json", [[["flex_vertical_and_slash", [0.5, 9], [0.5, 9], 1]] * 4])
     config = AttentionConfig.from_dict(
-        "minfer", {"pattern_config_name": pattern, "block_size": 8, "last_q": 8, "sink_tokens": 1, "local_window": 3}
+        "minfer",
+        {"pattern_config_name": pattern, "block_size": 8, "last_q": 8, "sink_tokens": 1, "local_window": 3},
     )
 
     def run():
@@ -70,7 +73,9 @@ def test_two_runs_are_bitwise_equal(tmp_path):
 
 
 def test_minfer_refuses_what_its_pattern_has_no_budget_for():
-    config = AttentionConfig.from_dict("minfer", {"pattern_config_name": "Qwen2.5_3B_flex_0.90", "block_size": 8})
+    config = AttentionConfig.from_dict(
+        "minfer", {"pattern_config_name": "Qwen2.5_3B_flex_0.90", "block_size": 8}
+    )
     with pytest.raises(ValueError, match="36 layers of 16 heads; layer 36"):
         sparse_ring_attention(*tensors(), config=config, layout=LAYOUT, rings=[], layer=36)
     with pytest.raises(ValueError, match=r"heads 14 \.\. 17 were asked for"):
@@ -90,7 +95,9 @@ def test_refuses_shapes():
     refuse("4 query heads are not a multiple of 3 key heads", query, *tensors(groups=3)[1:])
     refuse("give them one dtype", query, key.half(), value.half())
     refuse("the rings have 1 ranks; the layout is for 2", query, key, value, make_layout("stripe", 64, 2, 8))
-    refuse("shard has 64 tokens; the layout .* gives 128", query, key, value, make_layout("stripe", 128, 1, 8))
+    refuse(
+        "shard has 64 tokens; the layout .* gives 128", query, key, value, make_layout("stripe", 128, 1, 8)
+    )
 
 
 def test_refuses_a_backend_that_cannot_run():

@@ -58,7 +58,11 @@ MINFER = {"pattern_config_name": "Qwen2.5_3B_flex_0.90"}
     ("attn_type", "fields", "message"),
     [
         ("flash", {}, "unknown attn_type 'flash'; choose one of dense, zigzag_ring, stripe_ring, minfer"),
-        ("minfer", {**MINFER, "implementation": "ring"}, "unknown implementation 'ring'.*zigzag, stripe, dr_stripe"),
+        (
+            "minfer",
+            {**MINFER, "implementation": "ring"},
+            "unknown implementation 'ring'.*zigzag, stripe, dr_stripe",
+        ),
         ("minfer", {**MINFER, "lastq": 3}, "unknown field 'lastq' for attn_type minfer; allowed: .*last_q"),
         ("minfer", {}, "needs pattern_config_name.*Qwen2.5_3B_flex_0.90"),
         ("minfer", {"pattern_config_name": "Qwen9"}, "'Qwen9' is neither a file nor a shipped name"),
@@ -71,7 +75,11 @@ MINFER = {"pattern_config_name": "Qwen2.5_3B_flex_0.90"}
         ("minfer", {**MINFER, "block_size": "128"}, "block_size '128'"),
         ("minfer", {**MINFER, "backend": "cuda"}, "unknown backend 'cuda'"),
         ("dense", {"last_q": 1}, "unknown field 'last_q' for attn_type dense"),
-        ("stripe_ring", {"implementation": "zigzag"}, "does not fit attn_type 'stripe_ring', which is stripe"),
+        (
+            "stripe_ring",
+            {"implementation": "zigzag"},
+            "does not fit attn_type 'stripe_ring', which is stripe",
+        ),
     ],
 )
 def test_refuses_fields(attn_type, fields, message):
@@ -117,11 +125,17 @@ GOOD = ["flex_vertical_and_slash", [0.9, 8], [0.9, 8], 1]
         (json.dumps([]), "a list with one object per layer"),
         (json.dumps([{"1": GOOD}]), "layer 0: expected an object with a key per head"),
         (json.dumps([{"0": GOOD}, {"0": GOOD[:2]}]), r"layer 1, head 0: expected \[name"),
-        (json.dumps([{"0": ["stream_llm", 1, 2, 1]}]), "unknown pattern 'stream_llm'; allowed: vertical_and_slash"),
+        (
+            json.dumps([{"0": ["stream_llm", 1, 2, 1]}]),
+            "unknown pattern 'stream_llm'; allowed: vertical_and_slash",
+        ),
         (json.dumps([{"0": ["vertical_and_slash", -1, 2, 1]}]), "fixed budget -1"),
         (json.dumps([{"0": ["vertical_and_slash", [0.9, 1], 2, 1]}]), "fixed budget"),
         (json.dumps([{"0": ["flex_vertical_and_slash", [1.2, 8], [0.9, 8], 1]}]), "share 1.2 .*from 0 to 1"),
-        (json.dumps([{"0": ["flex_vertical_and_slash", 8, [0.9, 8], 1]}]), r"a flex budget is \[share, cap\]; got 8"),
+        (
+            json.dumps([{"0": ["flex_vertical_and_slash", 8, [0.9, 8], 1]}]),
+            r"a flex budget is \[share, cap\]; got 8",
+        ),
         (json.dumps([{"0": ["flex_vertical_and_slash", [0.9, 8.5], [0.9, 8], 1]}]), "cap 8.5"),
     ],
 )

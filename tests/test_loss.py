@@ -1,4 +1,5 @@
-"""The chunked loss equals plain cross entropy, values and gradients, for every chunk size and split vocabulary."""
+"""The chunked loss equals plain cross entropy, values and gradients, for every chunk size and split
+vocabulary."""
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ def draw(tokens=50, size=16, vocabulary=97, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1000])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-13), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-13), (torch.bfloat16, 1e-2)]
+)
 def test_equals_plain(chunk, dtype, tolerance):
     hidden, weight, target, grad = draw(dtype=dtype)
     expected = plain(hidden, weight, target, grad)

@@ -16,13 +16,15 @@ BUILDERS = {
 __all__ = ["SparseIndex", "build_index"]
 
 
-def build_index(config, query, key, layout, rings, layer: int, *, softmax_scale: float | None = None) -> SparseIndex:
+def build_index(
+    config, query, key, layout, rings, layer: int, *, softmax_scale: float | None = None
+) -> SparseIndex:
     """What the local queries attend, decided by the method of `config`.
 
-    query [s, b, h, d] and key [s, b, g, d] are this rank's shards in layout order, `rings` the process groups,
-    inner to outer (all of their ranks call this together), layer the zero-based layer of the whole model. The
-    index is a function of the values of query and key over all ranks, carries no gradient, and is built without a
-    wait for the device.
+    query [s, b, h, d] and key [s, b, g, d] are this rank's shards in layout order, `rings` the process
+    groups, inner to outer (all of their ranks call this together), layer the zero-based layer of the whole
+    model. The index is a function of the values of query and key over all ranks, carries no gradient, and is
+    built without a wait for the device.
     """
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     rank, _ = world(rings)

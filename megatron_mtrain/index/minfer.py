@@ -1,11 +1,13 @@
-"""MInference's vertical-slash pattern, per batch: a few key columns and a few diagonals carry most of the mass.
+"""MInference's vertical-slash pattern, per batch: a few key columns and a few diagonals carry most of the
+mass.
 
-The last queries of the sequence probe all keys. Columns (keys that all of them look at) and slashes (distances at
-which all of them look) are ranked by their mean probability and kept by budget, per query head.
+The last queries of the sequence probe all keys. Columns (keys that all of them look at) and slashes
+(distances at which all of them look) are ranked by their mean probability and kept by budget, per query head.
 
 Reference: MInference (arXiv 2407.02490), MTraining (arXiv 2510.18830).
 
-Legend: N tokens, s of them local, G block size, M = N / G blocks, q probe rows, b batch, h query heads, g key heads.
+Legend: N tokens, s of them local, G block size, M = N / G blocks, q probe rows, b batch, h query heads, g key
+heads.
 """
 
 from dataclasses import dataclass
@@ -13,11 +15,11 @@ from functools import lru_cache
 
 import torch
 
+from ..config import load_pattern
 from ..kernels.probe_scores import log_mass, probe_scores
 from ..kernels.select import select
 from ..kernels.tile_lists import Slashes, list_by_key, list_by_query, list_columns
 from ..kernels.tiles import Tiles
-from ..config import load_pattern
 from ..layouts import Layout
 from ..ring import all_gather, all_reduce
 from .sparse_index import SparseIndex, causal_mask
@@ -91,7 +93,8 @@ def build(config, query, key, layout, rings, *, rank: int, layer: int, scale: fl
 
 
 def block_distances(distances, block_size: int) -> torch.Tensor:
-    """Block distances that the token distances touch, floor and ceil of distance / G: bool [.., N] to [.., M]."""
+    """Block distances that the token distances touch, floor and ceil of distance / G: bool [.., N] to [..,
+    M]."""
     floor = distances.unflatten(-1, (-1, block_size)).any(-1)
     shifted = torch.nn.functional.pad(distances[..., 1:], (0, 1)).unflatten(-1, (-1, block_size)).any(-1)
     on = floor | torch.nn.functional.pad(shifted[..., :-1], (1, 0))
@@ -101,7 +104,8 @@ def block_distances(distances, block_size: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Budgets:
-    """A layer's budgets of the local heads, on the device: shares float64 [2, h] (inf: fixed), caps int32 [2, h].
+    """A layer's budgets of the local heads, on the device: shares float64 [2, h] (inf: fixed), caps int32 [2,
+    h].
 
     The first row is for columns, the second for slashes.
     """
@@ -112,9 +116,7 @@ class _Budgets:
 
     def rows(self, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Share and cap of every row of scores [2, batch, h, N]."""
-        return tuple(
-            tensor[:, None].expand(-1, batch, -1).flatten() for tensor in (self.share, self.cap)
-        )
+        return tuple(tensor[:, None].expand(-1, batch, -1).flatten() for tensor in (self.share, self.cap))
 
 
 @lru_cache(maxsize=4096)

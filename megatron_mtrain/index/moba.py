@@ -1,12 +1,14 @@
-"""Mixture of block attention: every query token chooses a few whole chunks of earlier keys, and sees its own chunk.
+"""Mixture of block attention: every query token chooses a few whole chunks of earlier keys, and sees its own
+chunk.
 
-A token's gate of a chunk is its dot product with the mean of the chunk's keys. Chunks that end before the token's own
-begins compete; the highest topk - 1 are attended, whole. Only the means travel, never gathered keys.
+A token's gate of a chunk is its dot product with the mean of the chunk's keys. Chunks that end before the
+token's own begins compete; the highest topk - 1 are attended, whole. Only the means travel, never gathered
+keys.
 
 Reference: MoBA (arXiv 2502.13189).
 
-Legend: N tokens, s of them local, C tokens of a chunk, c chunks, b batch, h query heads, g key heads, d head size,
-m query blocks, n key blocks.
+Legend: N tokens, s of them local, C tokens of a chunk, c chunks, b batch, h query heads, g key heads, d head
+size, m query blocks, n key blocks.
 """
 
 from dataclasses import dataclass
@@ -47,7 +49,11 @@ class ChunkIndex(SparseIndex):
     groups: int
 
     def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
-        device, size, per_chunk = self.chosen.device, self.layout.block_size, self.chunk_size // self.layout.block_size
+        device, size, per_chunk = (
+            self.chosen.device,
+            self.layout.block_size,
+            self.chunk_size // self.layout.block_size,
+        )
         query, key = (self.layout.blocks(rank, device) for rank in (self.rank, source))
         own = (query[:, None] >= key) & (query[:, None] // per_chunk == key // per_chunk)
         b, h, chunks = *self.row_start.shape[:2], self.row_start.shape[2] - 1

@@ -18,17 +18,20 @@ class SparseIndex(ABC):
 
     @abstractmethod
     def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
-        """What this rank's queries attend in the shard of `source`; `by_key` adds the lists that dK and dV need.
+        """What this rank's queries attend in the shard of `source`; `by_key` adds the lists that dK and dV
+        need.
 
         No tensor of it is copied to the host.
         """
 
     @abstractmethod
     def dense_mask(self) -> torch.Tensor:
-        """Every attended pair as bool [b, h, N, N], (query, key) in global positions: for tests and drawings."""
+        """Every attended pair as bool [b, h, N, N], (query, key) in global positions: for tests and
+        drawings."""
 
     def complete(self, rings) -> "SparseIndex":
-        """The same index with all that dense_mask needs, gathered from the other ranks; all of them call it."""
+        """The same index with all that dense_mask needs, gathered from the other ranks; all of them call
+        it."""
         return self
 
     def block_distance(self, source: int, device) -> torch.Tensor:

@@ -93,8 +93,8 @@ def build(config, query, key, layout, rings, *, rank: int, scale: float, **_) ->
 def choose(scores, query_blocks, method) -> torch.Tensor:
     """The attended key blocks of every query block: bool [b, h, m, M].
 
-    First and own block (and the one before, with keep_recent), then by descending score, ties to the earlier block,
-    while what is kept holds less than threshold x total: the block that crosses it is kept.
+    First and own block (and the one before, with keep_recent), then by descending score, ties to the earlier
+    block, while what is kept holds less than threshold x total: the block that crosses it is kept.
     """
     ids = torch.arange(scores.shape[-1], device=scores.device)
     distance = query_blocks[:, None] - ids

@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from megatron_mtrain.kernels.merge import merge
-from megatron_mtrain.kernels.reference import attend, attend_backward, block_mask, pack_bits, token_mask, unpack_bits
+from megatron_mtrain.kernels.reference import (
+    attend,
+    attend_backward,
+    block_mask,
+    pack_bits,
+    token_mask,
+    unpack_bits,
+)
 from megatron_mtrain.kernels.tile_lists import Slashes, list_by_key, list_by_query, list_columns
 from megatron_mtrain.kernels.tiles import Tiles
 from tests.oracle import naive_attention, relative_error

@@ -29,7 +29,7 @@ RATE = 1e4
 
 SETTINGS = {
     "moba": f"moba_chunk_size: 192\nmoba_topk: 3\nblock_size: {BLOCK}\n",
-    "xattn": f"granularity: {BLOCK}\nstride: 8\nthreshold: 0.6\n",
+    "xattn": f"granularity: {BLOCK}\nstride: 8\nthreshold: 0.2\n",
 }
 
 # name: (processes, flags)

@@ -33,7 +33,8 @@ class Case:
         generator = torch.Generator().manual_seed(1000 * self.seed + beside)
         shapes = [self.heads, self.groups, self.groups, self.heads]
         drawn = [
-            torch.randn(self.num_tokens, self.batch, heads, self.head_size, generator=generator) for heads in shapes
+            torch.randn(self.num_tokens, self.batch, heads, self.head_size, generator=generator)
+            for heads in shapes
         ]
         # Sharper than random: a few keys that everybody looks at, so that the budgets select something.
         drawn[1][:: self.num_tokens // 8] *= 3
@@ -50,14 +51,21 @@ class Case:
         *leaves, grad_out = (layout.shard(t, 0, rank).to(device) for t in self.tensors(beside))
         leaves = [leaf.requires_grad_() for leaf in leaves]
         out, index = sparse_ring_attention(
-            *leaves, config=config, layout=layout, rings=rings, layer=self.layer, return_index=True, **self.extra
+            *leaves,
+            config=config,
+            layout=layout,
+            rings=rings,
+            layer=self.layer,
+            return_index=True,
+            **self.extra,
         )
         grads = torch.autograd.grad(out, leaves, grad_out)
         return [t.detach().cpu().numpy() for t in (out, *grads, index.dense_mask())]
 
 
 def check(gang, shape, case: Case, naive_mask, names=("out", "dq", "dk", "dv")) -> None:
-    """Asserts that every ring's mask is naive_mask(query, key) and that what `names` lists equals the oracle's."""
+    """Asserts that every ring's mask is naive_mask(query, key) and that what `names` lists equals the
+    oracle's."""
     config = AttentionConfig.from_dict(case.attn_type, case.fields)
     for beside, ranks in enumerate(gang.run(shape, case)):
         query, key, value, grad_out = case.tensors(beside)
@@ -74,6 +82,7 @@ def check(gang, shape, case: Case, naive_mask, names=("out", "dq", "dk", "dv")) 
 
 
 def write_pattern(path, layers) -> str:
-    """A pattern file with the given entries, layers[layer][head] = [name, vertical, slash, score]; its path."""
+    """A pattern file with the given entries, layers[layer][head] = [name, vertical, slash, score]; its
+    path."""
     path.write_text(json.dumps([{str(h): entry for h, entry in enumerate(layer)} for layer in layers]))
     return str(path)

@@ -1,8 +1,9 @@
 """A gang of processes that stays up for a whole test session and runs ring attention on request.
 
-`Gang` starts SIZE workers, one process group among them: NCCL when there is a GPU for each, else gloo. A request
-names a ring shape, inner to outer; the workers form as many such rings side by side as fit, each with data of its
-own, so that group ranks and global ranks differ in every ring but the first (as under data parallelism).
+`Gang` starts SIZE workers, one process group among them: NCCL when there is a GPU for each, else gloo. A
+request names a ring shape, inner to outer; the workers form as many such rings side by side as fit, each with
+data of its own, so that group ranks and global ranks differ in every ring but the first (as under data
+parallelism).
 """
 
 import math
@@ -83,7 +84,8 @@ def _worker(rank: int, address: str, pipe) -> None:
 
 
 def _rings(shape, rank: int):
-    """This worker's groups, inner to outer, in the ring it belongs to; all workers create all groups alike."""
+    """This worker's groups, inner to outer, in the ring it belongs to; all workers create all groups
+    alike."""
     size, mine, stride = math.prod(shape), [], 1
     for length in shape:
         for first in range(0, SIZE // size * size, size):

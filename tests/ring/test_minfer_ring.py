@@ -27,7 +27,12 @@ def run(gang, tmp_path, shape, entries, *, block_size=16, probe=PROBE, layer=0, 
     other = ["vertical_and_slash", 1, 1, 1]
     layers = [[other] * len(entries)] * layer + [entries]
     path = write_pattern(tmp_path / "pattern.json", layers)
-    fields = {"pattern_config_name": path, "implementation": implementation, "block_size": block_size, **probe}
+    fields = {
+        "pattern_config_name": path,
+        "implementation": implementation,
+        "block_size": block_size,
+        **probe,
+    }
     tokens = 192 if shape == [3] else 256
     case = Case("minfer", fields, tokens, heads=len(entries), layer=layer, **sizes)
     budgets = [budget(entry) for entry in entries]
@@ -66,12 +71,16 @@ def test_probe_settings(gang, tmp_path, implementation, probe):
     run(gang, tmp_path, [4], [CAPPED, FIXED], implementation=implementation, groups=1, probe=probe)
 
 
-@pytest.mark.parametrize("entry", [
-    ["vertical_and_slash", 0, 0, 1],
-    ["vertical_and_slash", 1000, 1000, 1],
-    ["flex_vertical_and_slash", [1.0, 1000], [0.0, 1000], 1],
-    ["flex_vertical_and_slash", [0.0, 5], [1.0, 2], 1],
-], ids=["nothing", "everything", "all-columns", "two-slashes"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["vertical_and_slash", 0, 0, 1],
+        ["vertical_and_slash", 1000, 1000, 1],
+        ["flex_vertical_and_slash", [1.0, 1000], [0.0, 1000], 1],
+        ["flex_vertical_and_slash", [0.0, 5], [1.0, 2], 1],
+    ],
+    ids=["nothing", "everything", "all-columns", "two-slashes"],
+)
 def test_extreme_budgets(gang, tmp_path, entry):
     run(gang, tmp_path, [3], [entry, entry], groups=2)
 
@@ -99,7 +108,8 @@ def test_all_keys_equal_ties_go_to_the_lower_position(gang, tmp_path):
 
 
 class TiedCase(Case):
-    """Keys so unlike the queries that all probabilities beyond the first keys are exactly zero: ties by score."""
+    """Keys so unlike the queries that all probabilities beyond the first keys are exactly zero: ties by
+    score."""
 
     def tensors(self, beside):
         query, key, value, grad_out = super().tensors(beside)

@@ -15,7 +15,9 @@ def run(gang, shape, *, implementation="stripe", case=Case, extra=None, names=No
     settings = {"granularity": 16, "stride": 4, "threshold": 0.8, **fields}
     tokens = 192 if shape == [3] else 256
     naive = partial(xattn_mask, **settings, scale=(extra or {}).get("softmax_scale"))
-    made = case("xattn", {**settings, "implementation": implementation}, tokens, extra=extra or {}, **(sizes or {}))
+    made = case(
+        "xattn", {**settings, "implementation": implementation}, tokens, extra=extra or {}, **(sizes or {})
+    )
     check(gang, shape, made, naive, *([names] if names else []))
 
 

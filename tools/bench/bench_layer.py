@@ -2,9 +2,10 @@
 
     python -m tools.bench.bench_layer --seq-length 131072 524288 --attn-type minfer --out tools/bench/results
 
-What is timed is what training runs: build_index, forward and backward through sparse_ring_attention. Queries and keys
-are random: a fixed budget of columns and slashes then gives a known density at any length (`--slash-share`). The dense
-baseline is the fastest exact kernel of torch's SDPA. Prints a Markdown table; with --out also writes CSV and Markdown.
+What is timed is what training runs: build_index, forward and backward through sparse_ring_attention. Queries
+and keys are random: a fixed budget of columns and slashes then gives a known density at any length
+(`--slash-share`). The dense baseline is the fastest exact kernel of torch's SDPA. Prints a Markdown table;
+with --out also writes CSV and Markdown.
 """
 
 import argparse
@@ -50,7 +51,9 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seq-length", type=int, nargs="+", default=[131072], help="tokens")
     parser.add_argument("--attn-type", nargs="+", default=["minfer"], choices=["minfer"])
     parser.add_argument("--heads", type=int, default=16, help="query heads")
@@ -94,7 +97,9 @@ def dense_row(args, tokens: int) -> dict:
 
         def forward(leaves=leaves, backend=backend):
             with sdpa_kernel(backend):
-                return torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *leaves, is_causal=True, enable_gqa=True
+                )
 
         try:
             out = forward()
@@ -103,7 +108,7 @@ def dense_row(args, tokens: int) -> dict:
         torch.cuda.reset_peak_memory_stats()
         times = [
             milliseconds(forward, tokens),
-            milliseconds(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), tokens),  # noqa: B023
+            milliseconds(lambda out=out: torch.autograd.grad(out, leaves, grad, retain_graph=True), tokens),  # noqa: B023
         ]
         row = {"tokens": tokens, "method": f"dense ({backend.name.lower()})", "density": 1.0, "index_ms": 0.0}
         row |= {"forward_ms": times[0], "backward_ms": times[1], "total_ms": sum(times), "speedup": 1.0}
@@ -151,8 +156,9 @@ def method_row(args, tokens: int, method: str, dense_ms: float) -> dict:
     flops = 3.5 * 4 * args.head_size * pairs
     return {
         "tokens": tokens, "method": method, "density": pairs / (args.heads * tokens * (tokens + 1) / 2),
-        "index_ms": index_ms, "forward_ms": forward_ms, "backward_ms": total_ms - forward_ms, "total_ms": total_ms,
-        "speedup": dense_ms / total_ms, "active_tflops": flops / total_ms / 1e9, "index_share": index_ms / total_ms,
+        "index_ms": index_ms, "forward_ms": forward_ms, "backward_ms": total_ms - forward_ms,
+        "total_ms": total_ms, "speedup": dense_ms / total_ms, "active_tflops": flops / total_ms / 1e9,
+        "index_share": index_ms / total_ms,
         "index_mib": index_bytes / 2**20, "peak_mib": peak / 2**20,
     }  # fmt: skip
 
@@ -181,8 +187,9 @@ def markdown(args, rows: list[dict]) -> str:
         "",
         f"`python -m tools.bench.bench_layer {' '.join(sys.argv[1:])}`",
         "",
-        "total = index + forward + backward, timed together; index_ms is the index timed alone with its lists in both "
-        "directions. Active TFLOP/s counts attended pairs only. speedup is against the dense row of the same length.",
+        "total = index + forward + backward, timed together; index_ms is the index timed alone with its lists in "
+        "both directions. Active TFLOP/s counts attended pairs only. speedup is against the dense row of the "
+        "same length.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
