@@ -101,6 +101,6 @@ def _check(query, key, value, layout: Layout, rings: Rings) -> None:
         raise ValueError(f"the rings have {size} ranks; the layout is for {layout.world_size}")
     if query.shape[0] != layout.local_tokens:
         raise ValueError(
-            f"this rank's shard has {query.shape[0]} tokens; the layout ({layout.num_tokens} tokens on {size} "
-            f"ranks) gives {layout.local_tokens}"
+            f"this rank's shard has {query.shape[0]} tokens; the layout ({layout.num_tokens} tokens on "
+            f"{size} ranks) gives {layout.local_tokens}"
         )

@@ -112,8 +112,8 @@ class XattnConfig:
             _check_int(name, getattr(self, name), 1)
         if self.granularity % self.stride:
             raise ValueError(
-                f"stride {self.stride} does not divide granularity {self.granularity}; use a divisor, such as "
-                "16 or 8"
+                f"stride {self.stride} does not divide granularity {self.granularity}; use a divisor, "
+                "such as 16 or 8"
             )
         if isinstance(self.norm, bool) or not isinstance(self.norm, int | float) or self.norm <= 0:
             raise ValueError(f"norm {self.norm!r} must be a number above 0")
@@ -184,8 +184,8 @@ class AttentionConfig:
             )
         if self.attn_type == "xattn" and self.method.granularity != self.block_size:
             raise ValueError(
-                f"granularity {self.method.granularity} and block_size {self.block_size} differ; they are one "
-                "thing for xattn: give granularity alone"
+                f"granularity {self.method.granularity} and block_size {self.block_size} differ; they are "
+                "one thing for xattn: give granularity alone"
             )
 
     @property
