@@ -37,6 +37,10 @@ class AttentionArguments:
     attn_kernels: str | None = None
     """Kernels, over what the YAML file says: auto, or a name that must be able to run."""
 
+    attn_reuse: str | None = None
+    """With activation recomputation, what the second forward takes over: nothing, index (the default), or
+    output (also the result, two tensors a layer: no second pass round the ring)."""
+
     loss_chunk_size: int = 2048
     """Tokens whose logits exist at a time in the loss; 0: Megatron's own loss, all logits at once."""
 

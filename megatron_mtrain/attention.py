@@ -36,26 +36,43 @@ def sparse_ring_attention(  # noqa: PLR0913 - a fixed public signature
     query, key and value. Raises ValueError when the shapes do not fit the layout, each other, or the method's
     settings.
     """
-    _check(query, key, value, layout, rings)
+    check_shards(query, key, value, layout, rings)
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     with torch.no_grad():
         index = build_index(config, query, key, layout, rings, layer, softmax_scale=scale)
-    out = _RingAttention.apply(query, key, value, index, rings, scale, config.backend)
+    out = ring_attention(query, key, value, index, rings=rings, scale=scale, backend=config.backend)
     return (out, index.complete(rings)) if return_index else out
+
+
+def ring_attention(query, key, value, index: SparseIndex, *, rings: Rings, scale: float, backend, known=None):
+    """Attention over a given index: [s, b, h, d], differentiable in query, key and value.
+
+    `known` is what ring_forward returned for the same tensors, when the caller has it: then only the backward
+    visits the shards.
+    """
+    return _RingAttention.apply(query, key, value, index, rings, scale, backend, known)
+
+
+@torch.no_grad()
+def ring_forward(query, key, value, index: SparseIndex, *, rings: Rings, scale: float, backend):
+    """The forward alone: out [s, b, h, d] in the dtype of query, lse [b, h, s] of the whole softmax."""
+    out = lse = None
+    for source, (visiting_key, visiting_value) in visit((key.contiguous(), value.contiguous()), rings):
+        step = attend(query, visiting_key, visiting_value, index.tiles(source), scale, backend=backend)
+        if out is None:
+            out, lse = step
+        else:
+            merge(out, lse, *step)
+    return out.to(query.dtype), lse
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, rings, scale, backend):
+    def forward(ctx, query, key, value, index, rings, scale, backend, known):
         key, value = key.contiguous(), value.contiguous()
-        out = lse = None
-        for source, (visiting_key, visiting_value) in visit((key, value), rings):
-            step = attend(query, visiting_key, visiting_value, index.tiles(source), scale, backend=backend)
-            if out is None:
-                out, lse = step
-            else:
-                merge(out, lse, *step)
-        out = out.to(query.dtype)
+        if known is None:
+            known = ring_forward(query, key, value, index, rings=rings, scale=scale, backend=backend)
+        out, lse = known
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.index, ctx.rings, ctx.scale, ctx.backend = index, rings, scale, backend
         return out
@@ -77,10 +94,11 @@ class _RingAttention(torch.autograd.Function):
 
         grad_key, grad_value = bring_home((key, value), ctx.rings, grad)
         grads = (tensor.to(query.dtype) for tensor in (grad_query, grad_key, grad_value))
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
-def _check(query, key, value, layout: Layout, rings: Rings) -> None:
+def check_shards(query, key, value, layout: Layout, rings: Rings) -> None:
+    """Raises ValueError when this rank's tensors do not fit each other, the layout and the rings."""
     if query.dim() != 4 or key.dim() != 4 or key.shape != value.shape:
         raise ValueError(
             f"query, key, value of shapes {list(query.shape)}, {list(key.shape)}, {list(value.shape)} must "

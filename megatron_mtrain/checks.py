@@ -50,7 +50,11 @@ REFUSED = {
 def attention_config(args: Namespace) -> AttentionConfig:
     """The attention that the arguments ask for. Raises ValueError for an unknown name, value or file."""
     config = AttentionConfig.from_yaml(args.attn_type, args.train_attn_config)
-    given = {"implementation": args.attn_implementation, "backend": args.attn_kernels}
+    given = {
+        "implementation": args.attn_implementation,
+        "backend": args.attn_kernels,
+        "reuse": args.attn_reuse,
+    }
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 

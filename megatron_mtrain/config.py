@@ -14,6 +14,8 @@ import yaml
 from .kernels.tiles import BACKENDS
 
 IMPLEMENTATIONS = ("zigzag", "stripe", "dr_stripe")
+REUSE = ("nothing", "index", "output")
+OWN_FIELDS = ("implementation", "block_size", "backend", "reuse")  # of every method, in YAML
 PATTERNS = Path(__file__).parent / "patterns"
 SHIPPED = Path(__file__).parent / "train_attn_configs"
 
@@ -150,6 +152,8 @@ class AttentionConfig:
     implementation  zigzag, stripe or dr_stripe (stripe layout on a two-level ring)
     block_size      tokens of a block: the unit of the layout and of the sparse index
     backend         kernels that run it: auto, or a name that must be able to run
+    reuse           what a recomputed forward takes over from the first one (activation recomputation): nothing,
+                    index, or output (index, out and lse: no second ring pass, at two tensors a layer)
     head_offset     first query head of this rank in the whole model (tensor parallelism)
     method          the method's own settings
     """
@@ -158,6 +162,7 @@ class AttentionConfig:
     implementation: str = "stripe"
     block_size: int = 128
     backend: str = "auto"
+    reuse: str = "index"
     head_offset: int = 0
     method: Any = field(default_factory=DenseConfig)
 
@@ -165,6 +170,7 @@ class AttentionConfig:
         _check_choice("attn_type", self.attn_type, ATTN_TYPES)
         _check_choice("implementation", self.implementation, IMPLEMENTATIONS)
         _check_choice("backend", self.backend, BACKENDS)
+        _check_choice("reuse", self.reuse, REUSE)
         _check_int("block_size", self.block_size, 1)
         _check_int("head_offset", self.head_offset, 0)
         needed = _FIXED_LAYOUT.get(self.attn_type, self.implementation)
@@ -203,7 +209,7 @@ class AttentionConfig:
         """The configuration with the given YAML fields. Raises ValueError for unknown fields or values."""
         _check_choice("attn_type", attn_type, ATTN_TYPES)
         given = dict(fields or {})
-        own = {name: given.pop(name) for name in ("implementation", "block_size", "backend") if name in given}
+        own = {name: given.pop(name) for name in OWN_FIELDS if name in given}
         own.setdefault("implementation", _FIXED_LAYOUT.get(attn_type, "stripe"))
         if attn_type == "xattn":
             own.setdefault("block_size", given.get("granularity", XattnConfig.granularity))
@@ -231,7 +237,7 @@ class AttentionConfig:
     def to_yaml(self) -> str:
         """The YAML text that from_yaml reads back to this configuration (head_offset, a rank's own, is left
         out)."""
-        own = {name: getattr(self, name) for name in ("implementation", "block_size", "backend")}
+        own = {name: getattr(self, name) for name in OWN_FIELDS}
         own |= {item.name: getattr(self.method, item.name) for item in fields(self.method)}
         return yaml.safe_dump(own, sort_keys=False)
 
@@ -264,7 +270,7 @@ def _method(attn_type: str, given: dict[str, Any]):
     allowed = [item.name for item in fields(kind)]
     unknown = [name for name in given if name not in allowed]
     if unknown:
-        everything = ["implementation", "block_size", "backend", *allowed]
+        everything = [*OWN_FIELDS, *allowed]
         raise ValueError(
             f"unknown field {unknown[0]!r} for attn_type {attn_type}; allowed: {', '.join(everything)}"
         )

@@ -4,11 +4,14 @@ Legend: s tokens of this rank, b batch, h query heads of this rank, g key heads 
 context-parallel ranks. The module has no parameters and adds nothing to a checkpoint.
 """
 
+from collections import deque
+
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from .attention import sparse_ring_attention
+from .attention import check_shards, ring_attention, ring_forward
 from .config import AttentionConfig
+from .index import build_index
 from .layouts import make_layout
 
 
@@ -40,6 +43,8 @@ class SparseRingAttention(MegatronModule):
         self.attention = attention
         self.layer = layer_number - 1  # Megatron counts from 1, across pipeline stages
         self.softmax_scale = softmax_scale
+        self.kept: deque = deque()  # what the first forward of a recomputed layer left for the second one
+        self.recomputed = getattr(config, "recompute_granularity", None) is not None
         self.world_size = config.context_parallel_size
         self.rings = attention_rings(pg_collection, self.world_size, two_level=attention.two_level)
         self.tensor_rank = pg_collection.tp.rank() if getattr(pg_collection, "tp", None) is not None else 0
@@ -66,19 +71,32 @@ class SparseRingAttention(MegatronModule):
             )
         num_tokens = query.size(0) * self.world_size
         layout = make_layout(self.attention.layout, num_tokens, self.world_size, self.attention.block_size)
-        # Head counts come from the tensors: Megatron rewrites the config when there are fewer key heads than
-        # ranks.
-        out = sparse_ring_attention(
-            query.contiguous(),
-            key.contiguous(),
-            value.contiguous(),
-            config=self.attention.with_heads(self.tensor_rank * query.size(2)),
-            layout=layout,
-            rings=self.rings,
-            layer=self.layer,
-            softmax_scale=self.softmax_scale,
-        )
-        return out.flatten(2)
+        tensors = [tensor.contiguous() for tensor in (query, key, value)]
+        check_shards(*tensors, layout, self.rings)
+        return self._attend(*tensors, layout).flatten(2)
+
+    def _attend(self, query, key, value, layout) -> torch.Tensor:
+        """Attention; a recomputed forward takes over what the first one kept, in the order of micro batches.
+
+        Under activation recomputation Megatron runs a layer twice, first without gradients: whatever is a
+        function of the same query and key need not be made again.
+        """
+        scale = query.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale
+        how = {"rings": self.rings, "scale": scale, "backend": self.attention.backend}
+        keeps = self.recomputed and self.training and self.attention.reuse != "nothing"
+        if keeps and self.kept and torch.is_grad_enabled():
+            index, known = self.kept.popleft()
+            return ring_attention(query, key, value, index, known=known, **how)
+        with torch.no_grad():
+            # Head counts come from the tensors: Megatron rewrites the config when there are fewer key heads
+            # than ranks.
+            config = self.attention.with_heads(self.tensor_rank * query.size(2))
+            index = build_index(config, query, key, layout, self.rings, self.layer, softmax_scale=scale)
+        if keeps and not torch.is_grad_enabled():
+            known = ring_forward(query, key, value, index, **how)
+            self.kept.append((index, known if self.attention.reuse == "output" else None))
+            return known[0]
+        return ring_attention(query, key, value, index, **how)
 
 
 def attention_rings(pg_collection, world_size: int, *, two_level: bool) -> list:

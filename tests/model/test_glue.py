@@ -2,6 +2,7 @@
 groups."""
 
 import functools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -241,3 +242,44 @@ def test_core_attention_refuses_masks_and_packed_sequences(layer):
 def test_cross_attention_is_refused():
     with pytest.raises(ValueError, match="'cross'"):
         SparseRingAttention(transformer(), 1, attention_type="cross", attention=attention())
+
+
+@pytest.mark.parametrize(
+    ("reuse", "built", "ran"), [("nothing", 4, 4), ("index", 2, 4), ("output", 2, 2)], ids=lambda x: str(x)
+)
+def test_recomputed_forward_takes_over_what_was_kept(monkeypatch, reuse, built, ran):
+    """Two micro batches forward, then both again with gradients, as in a pipeline: in the same order."""
+    import megatron_mtrain.attention as ring
+    import megatron_mtrain.core_attention as core
+
+    calls = []
+    monkeypatch.setattr(core, "build_index", counted(calls, "built", core.build_index))
+    forward = counted(calls, "ran", ring.ring_forward)
+    monkeypatch.setattr(ring, "ring_forward", forward)
+    monkeypatch.setattr(core, "ring_forward", forward)
+    module = SparseRingAttention(
+        transformer(recompute_granularity="full"),
+        layer_number=1,
+        attention=replace(attention(), reuse=reuse),
+        pg_collection=SimpleNamespace(),
+    ).train()
+    batches = [torch.randn(64, 1, 4, HEAD, requires_grad=True) for _ in range(2)]
+    with torch.no_grad():
+        first = [module(query, query, query) for query in batches]
+    again = [module(query, query, query) for query in batches]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert (calls.count("built"), calls.count("ran"), len(module.kept)) == (built, ran, 0)
+    plain = SparseRingAttention(transformer(), 1, attention=attention(), pg_collection=SimpleNamespace())
+    for query, out in zip(batches, again, strict=True):
+        expected = torch.autograd.grad(plain(query, query, query).square().sum(), query)
+        assert torch.equal(torch.autograd.grad(out.square().sum(), query)[0], expected[0])
+
+
+def counted(calls: list, name: str, function):
+    """`function`, noting its name in `calls`."""
+
+    def call(*args, **kwargs):
+        calls.append(name)
+        return function(*args, **kwargs)
+
+    return call

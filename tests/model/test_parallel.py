@@ -59,3 +59,18 @@ def test_rotary_positions_of_another_order_are_found_out(runs):
     expected = runs.gradients("cp1", "stripe_ring")
     errors = worst(runs.gradients("cp2", "stripe_ring", change="megatron_rope"), expected)
     assert errors["decoder.layers.self_attention.linear_qkv.weight"] > 100 * TOLERANCE
+
+
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
+SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
+
+
+@pytest.mark.parametrize("reuse", ["nothing", "index", "output"])
+@pytest.mark.parametrize(
+    ("layout", "flags"),
+    [("cp2", FULL), ("cp2pp2", FULL), ("cp2", SELECTIVE)],
+    ids=["full", "pipeline", "core"],
+)
+def test_recomputation_changes_nothing(runs, layout, flags, reuse):
+    expected = runs.losses(layout, "minfer")
+    assert runs.losses(layout, "minfer", (*flags, "--attn-reuse", reuse)) == expected
