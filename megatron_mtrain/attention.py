@@ -68,7 +68,7 @@ def ring_forward(query, key, value, index: SparseIndex, *, rings: Rings, scale: 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, rings, scale, backend, known):
+    def forward(ctx, query, key, value, index, rings, scale, backend, known):  # noqa: PLR0913
         key, value = key.contiguous(), value.contiguous()
         if known is None:
             known = ring_forward(query, key, value, index, rings=rings, scale=scale, backend=backend)

@@ -152,8 +152,8 @@ class AttentionConfig:
     implementation  zigzag, stripe or dr_stripe (stripe layout on a two-level ring)
     block_size      tokens of a block: the unit of the layout and of the sparse index
     backend         kernels that run it: auto, or a name that must be able to run
-    reuse           what a recomputed forward takes over from the first one (activation recomputation): nothing,
-                    index, or output (index, out and lse: no second ring pass, at two tensors a layer)
+    reuse           what a recomputed forward takes over from the first one: nothing, index, or output (index,
+                    out and lse: no second ring pass, at two tensors a layer)
     head_offset     first query head of this rank in the whole model (tensor parallelism)
     method          the method's own settings
     """

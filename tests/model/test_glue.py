@@ -258,7 +258,7 @@ def test_recomputed_forward_takes_over_what_was_kept(monkeypatch, reuse, built, 
     monkeypatch.setattr(ring, "ring_forward", forward)
     monkeypatch.setattr(core, "ring_forward", forward)
     module = SparseRingAttention(
-        transformer(recompute_granularity="full"),
+        transformer(recompute_granularity="selective"),
         layer_number=1,
         attention=replace(attention(), reuse=reuse),
         pg_collection=SimpleNamespace(),

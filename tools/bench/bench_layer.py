@@ -188,8 +188,8 @@ def markdown(args, rows: list[dict]) -> str:
         f"`python -m tools.bench.bench_layer {' '.join(sys.argv[1:])}`",
         "",
         "total = index + forward + backward, timed together; index_ms is the index timed alone with its "
-        "lists in both directions. Active TFLOP/s counts attended pairs only. speedup is against the dense row "
-        "of the same length.",
+        "lists in both directions. Active TFLOP/s counts attended pairs only. speedup is against the dense "
+        "row of the same length.",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),
