@@ -1,29 +1,34 @@
 """Columns: key tokens that are attended one by one, gathered into dense tiles (the vertical lines of a mask).
 
-The keys of the columns of query head j of a group lie behind the shard's keys as the rows t + j * c + slot, so that
-the kernels over query blocks (block_sparse.py) walk them as further tiles. Their dK and dV come from a pass of its own
-over (tile of columns, chunk of query blocks), whose float32 parts are then summed over chunks and over the heads of the
-group in a fixed order, key token by key token, through the inverse of the column list: no atomics.
+The columns of query head j of a group lie behind the shard's keys as the rows t + j * c + slot, so that the
+kernels over query blocks (block_sparse.py) walk them as further tiles. Their dK and dV come from a pass of
+their own over (tile of columns, chunk of query blocks), whose float32 parts are summed over chunks, and then
+over the heads of the group, key token by key token, through the inverse of the column lists: in a fixed
+order, without atomics.
 
-Legend: as in block_sparse.py; COLUMNS a tile's slots, `tiles` c / COLUMNS of them.
+Legend: as in walk.py; a chunk is a range of query blocks.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .block_sparse import BACKWARD_KEY, LOG2_E, _seen, _words, dkey_step, fit, matrix, vector
+from .block_sparse import BACKWARD_KEY, dkey_step
+from .walk import LOG2_E, fit, matrix, seen, vector, words
 
-# Programs to aim for when the query blocks are cut into chunks, about half of which lie before their columns and stop
-# at once: 264 run at a time on an H200, and fewer than 8 rounds leave it waiting for the last.
+# Programs to aim for when the query blocks are cut into chunks. About half of them lie before their columns
+# and stop at once, and 264 run at a time on an H200: at 131072 tokens 1024 columns take 2.7 ms, 3.1 with 8192
+# programs, and 4096 columns 9.1 ms, 10.2 with 2048.
 PROGRAMS = 4096
 SMALLEST_CHUNK = 16  # query blocks; the parts of shorter chunks cost more to write and sum than they win
 
 
 @triton.jit
-def dcolumn_kernel(query, keys, values, grad_out, lse, delta, dkeys, dvalues, first_block, visible, qk_scale, scale, m,
-                   chunk, c, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-                   ROWS: tl.constexpr, TILE: tl.constexpr):
+def dcolumn_kernel(
+    query, keys, values, grad_out, lse, delta, dkeys, dvalues, first_block, visible, qk_scale, scale,
+    m, chunk, c,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     parts: tl.constexpr = BLOCK // ROWS
     tile = tl.program_id(0)
     query_head = tl.program_id(1)
@@ -37,18 +42,18 @@ def dcolumn_kernel(query, keys, values, grad_out, lse, delta, dkeys, dvalues, fi
     v = values.load([at, key_head * D])
     dk = tl.zeros([TILE, D], tl.float32)
     dv = tl.zeros([TILE, D], tl.float32)
-    words = visible + (query_head * m).to(tl.int64) * (c // 32)
-    low, high = _words(words + begin.to(tl.int64) * (c // 32), tile * TILE, begin < end, TILE)
+    bits = visible + (query_head * m).to(tl.int64) * (c // 32) + tile * TILE // 32
+    low, high = words(bits + begin * (c // 32), tile * TILE % 32, begin < end, TILE)
     for step in range(begin * parts, end * parts):
         block = (step + 1) // parts
-        next_low, next_high = _words(words + block.to(tl.int64) * (c // 32), tile * TILE, block < end, TILE)
+        next_low, next_high = words(bits + block * (c // 32), tile * TILE % 32, block < end, TILE)
         row = step * ROWS
         q = query.load([row, query_head * D])
         do = grad_out.load([row, query_head * D])
         row_lse = lse.load([query_head * (m * BLOCK) + row])
         row_delta = delta.load([query_head * (m * BLOCK) + row])
         scores = tl.dot(k, q.T, input_precision="ieee")
-        scores = tl.where(_seen(low, high, TILE)[:, None], scores, float("-inf"))
+        scores = tl.where(seen(low, high, TILE)[:, None], scores, float("-inf"))
         dk, dv = dkey_step(scores, q, v, do, row_lse, row_delta, dk, dv, qk_scale)
         low, high = next_low, next_high
     row = (part * tl.num_programs(1) + query_head).to(tl.int64) * c + tile * TILE + tl.arange(0, TILE)
@@ -58,8 +63,9 @@ def dcolumn_kernel(query, keys, values, grad_out, lse, delta, dkeys, dvalues, fi
 
 
 @triton.jit
-def add_columns_kernel(dkey, dvalue, dkeys, dvalues, slot_of, t, c, GROUP: tl.constexpr, D: tl.constexpr,
-                       ROWS: tl.constexpr):
+def add_columns_kernel(
+    dkey, dvalue, dkeys, dvalues, slot_of, t, c, GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr
+):
     key_head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dk = tl.zeros([ROWS, D], tl.float32)
@@ -80,7 +86,7 @@ def add_columns_kernel(dkey, dvalue, dkeys, dvalues, slot_of, t, c, GROUP: tl.co
 
 
 def gather_columns(tensor, columns, heads: int) -> torch.Tensor:
-    """key or value [t, b, g, d] with the rows of the columns of `heads` query heads behind: [t + (h / g) * c, b, g, d].
+    """key or value [t, b, g, d] with the columns of `heads` query heads behind: [t + (h / g) * c, b, g, d].
 
     Slots past the count of a head repeat row 0; no visibility bit shows them.
     """
@@ -110,22 +116,33 @@ def add_column_gradients(dkey, dvalue, grad_out, query, gathered, rows, tiles, s
     sees = columns.limit[:, :, None, :] > starts[:, None]
     first_block = torch.where(sees.any(-1), sees.int().argmax(-1), m).int()
     parts = torch.empty(2, chunks, b, h, c, d, dtype=torch.float32, device=query.device)
-    keys, values = (rows_[t:] for rows_ in gathered)
+    keys, values = (tensor[t:] for tensor in gathered)
     lse, delta = rows
     dcolumn_kernel[(tile_count, b * h, chunks)](
-        matrix(query, q_rows), matrix(keys, tile), matrix(values, tile), matrix(grad_out, q_rows), vector(lse, q_rows),
-        vector(delta, q_rows), parts[0], parts[1], first_block, columns.visible, qk_scale=scale * LOG2_E, scale=scale,
+        matrix(query, q_rows), matrix(keys, tile), matrix(values, tile), matrix(grad_out, q_rows),
+        vector(lse, q_rows), vector(delta, q_rows), parts[0], parts[1], first_block, columns.visible,
+        qk_scale=scale * LOG2_E, scale=scale,
         m=m, chunk=chunk, c=c, GROUP=h // g, D=d, BLOCK=size, ROWS=q_rows, TILE=tile,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     sums = parts.sum(1)
     add_columns_kernel[(triton.cdiv(t, 32), b * g)](
-        dkey, dvalue, sums[0], sums[1], _slot_of(columns, t), t=t, c=c, GROUP=h // g, D=d, ROWS=32, num_warps=4
+        dkey,
+        dvalue,
+        sums[0],
+        sums[1],
+        _slot_of(columns, t),
+        t=t,
+        c=c,
+        GROUP=h // g,
+        D=d,
+        ROWS=32,
+        num_warps=4,
     )
 
 
 def _slot_of(columns, t: int) -> torch.Tensor:
-    """The inverse of the column lists: int32 [b, h, t + 1], the slot of a key token or -1; entry t is a dump."""
+    """The inverse of the column lists: int32 [b, h, t + 1], a key token's slot or -1; entry t is a dump."""
     c = columns.index.shape[-1]
     slots = torch.arange(c, dtype=torch.int32, device=columns.index.device)
     used = slots < columns.count[..., None]

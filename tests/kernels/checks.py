@@ -4,10 +4,10 @@ import torch
 
 from megatron_mtrain.kernels import reference
 
-# Half a unit in the last place of 1. In 16 bits the probabilities and dS are rounded once before a product; the terms'
-# errors have random signs, so that a sum keeps the relative error of a term, and dS = p (dP - delta) is a difference of
-# two rounded numbers: 4 of them bound every result. float32 only accumulates: about the square root of the number of
-# terms, of which no test has more than 32^2.
+# Half a unit in the last place of 1. In 16 bits the probabilities and dS are rounded once before a product;
+# the terms' errors have random signs, so that a sum keeps the relative error of a term, and dS = p (dP -
+# delta) is a difference of two rounded numbers: 4 of them bound every result. float32 only accumulates: about
+# the square root of the number of terms, of which no test has more than 32^2.
 UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
 UNITS = {torch.float16: 4, torch.bfloat16: 4, torch.float32: 32}
 

@@ -1,8 +1,8 @@
 """Kernel tests: Triton's interpreter on a CPU, the real thing where there is a GPU.
 
-The interpreter is chosen when a kernel is defined, so the switch is set here, before anything imports Triton. Run this
-folder as a process of its own (`pytest tests/kernels`): in one where Triton is already there without its interpreter,
-the tests of kernels skip themselves.
+The interpreter is chosen when a kernel is defined, so the switch is set here, before anything imports Triton.
+Run this folder as a process of its own (`pytest tests/kernels`): in one where Triton is already there without
+its interpreter, the tests of kernels skip themselves.
 
 Legend: b batch, h query heads, g key heads, d head size, m, n query, key blocks, c column slots.
 """
@@ -63,13 +63,17 @@ def draw():
     return draw_step
 
 
-def draw_step(heads, blocks, block_size, head_dim, dtype, *, batch=1, diagonal=True, density=0.4, columns=None):
-    """A Step with heads = (h, g), blocks = (m, n) and, per head and batch, the next count out of `columns`.
+def draw_step(heads, blocks, block_size, head_dim, dtype, *, density=0.4, **options):
+    """A Step with heads = (h, g) and blocks = (m, n); options are batch=1, diagonal=True and columns=None.
 
-    The first query block, and the last key block of a step that is not the diagonal one, attend no tile. Column slots
-    are padded to 64; slots past the count hold 0, list slots past the count garbage.
+    `columns` are counts, of which every head takes the next one.
+
+    The first query block, and the last key block of a step that is not the diagonal one, attend no tile.
+    Column slots are padded to 64; slots past the count hold 0, list slots past the count garbage.
     """
     (h, g), (m, n) = heads, blocks
+    batch, diagonal = options.get("batch", 1), options.get("diagonal", True)
+    columns = options.get("columns")
     mask = torch.rand(batch, h, m, n) < density
     mask[:, :, 0] = False
     if diagonal:

@@ -1,0 +1,180 @@
+"""How a program of the kernels walks its list: the order of programs, the rows of a step, and its mask.
+
+Also what the kernels over tiles share: the operands of a product, tile sizes and tensor descriptors.
+
+Legend: b batch, s query tokens, t key tokens, h query heads, g key heads, d head size, m, n query, key
+blocks, c column slots of a query head. In a kernel: D head size, GROUP h / g, BLOCK tokens of a block, ROWS
+queries and TILE keys of a tile; ROWS and TILE divide BLOCK. Heads count over the batch there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+
+# The compiler that these kernels' machine code was checked with (tests/kernels/test_compile.py).
+CHECKED = tl.constexpr(COMPILED and triton.__version__.startswith("3.6."))
+
+# float32 serves tests: plain multiply-adds instead of the matrix units, and operands of twice the size.
+FLOAT32 = (32, 32, 4, 1)
+
+
+@triton.jit
+def settle(x):
+    """x itself, once the matrix product that makes it has finished: no instruction, but a use of every
+    element.
+
+    Triton leaves a product that only feeds the next iteration in flight across the loop's back edge. In a
+    loop with a branch ptxas then moves accumulators, and serialises every product of the kernel (warning
+    C7515): 9.1 ms instead of 8.0 in the forward.
+    """
+    if COMPILED:
+        x = tl.inline_asm_elementwise("", "=f,0", [x], dtype=tl.float32, is_pure=True, pack=1)
+    return x
+
+
+@triton.jit
+def in_registers(x, D: tl.constexpr):
+    """x itself, as a left operand in registers: what a product returns, Triton does not put into shared
+    memory.
+
+    Reading both operands of 64 x 64 products from shared memory exhausts its bandwidth: dQ takes 14.5 ms
+    instead of 15.8 at 8 % density. The product with the identity is exact. Only for the head size where it
+    pays, and the checked compiler: at 64, where the identity's accumulators look like those of dP, ptxas 12.8
+    gives the operand's registers to dS inside the loop, and dQ is wrong.
+    """
+    at = tl.arange(0, D)
+    if CHECKED and D == 128:
+        x = tl.dot(x, (at[:, None] == at[None, :]).to(x.dtype), input_precision="ieee").to(x.dtype)
+    return x
+
+
+@triton.jit
+def key_row(ids, step, listed, behind, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """First key row of a step: a part of a listed block or, past the list, a tile of columns.
+
+    `behind` is where the columns lie, less the listed keys.
+    """
+    parts: tl.constexpr = BLOCK // TILE
+    block = tl.load(ids + step // parts, mask=step < listed, other=0)
+    return tl.where(step < listed, block * BLOCK + step % parts * TILE, behind + step * TILE)
+
+
+@triton.jit
+def words(visible, slot, wanted, TILE: tl.constexpr):
+    """The visibility bits of the slots from `slot` on, in one or two words."""
+    low = tl.load(visible + slot // 32, mask=wanted, other=-1)
+    high = low
+    if TILE == 64:
+        high = tl.load(visible + slot // 32 + 1, mask=wanted, other=-1)
+    else:
+        low = low >> (slot & 31)
+    return low, high
+
+
+@triton.jit
+def step_words(visible, step, listed, steps, TILE: tl.constexpr):
+    """The visibility bits of a step, all set where it is not one of the columns."""
+    return words(visible, (step - listed) * TILE, (step >= listed) & (step < steps), TILE)
+
+
+@triton.jit
+def seen(low, high, TILE: tl.constexpr):
+    """The bits of `words` as bool [TILE]."""
+    slot = tl.arange(0, TILE)
+    return (tl.where(slot < 32, low, high) >> (slot % 32)) & 1 != 0
+
+
+@triton.jit
+def row_program(m, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """(key head, query head, query block, first row): key heads slowest, query heads fastest, last rows
+    first.
+
+    The heads of a key head then share its keys in the L2, and the longest rows of a causal mask do not come
+    last: 14 % faster than with interleaved key heads.
+    """
+    rows = m * (BLOCK // ROWS)
+    program = tl.program_id(0)
+    row = rows - 1 - program // GROUP % rows
+    key_head = program // (GROUP * rows)
+    query_head = key_head * GROUP + program % GROUP
+    return key_head, query_head, row * ROWS // BLOCK, row * ROWS
+
+
+@triton.jit
+def walk(
+    block_count, block_index, limit, row, block, n,
+    COLUMNS: tl.constexpr, DIAGONAL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What a query block walks: its list, and its steps: those without a mask, of listed blocks, and all."""
+    ids = block_index + row.to(tl.int64) * n
+    count = tl.load(block_count + row)
+    listed = count * (BLOCK // TILE)
+    plain = listed
+    if DIAGONAL:
+        plain -= (tl.load(ids + count - 1, mask=count > 0, other=-1) == block).to(tl.int32) * (BLOCK // TILE)
+    steps = listed
+    if COLUMNS:
+        steps += tl.cdiv(tl.load(limit + row), TILE)
+    return ids, plain, listed, steps
+
+
+@triton.jit
+def mask(
+    scores, step, plain, listed, at, low, high,
+    COLUMNS: tl.constexpr, DIAGONAL: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Hides the later keys of a diagonal tile, whose first key is `at` past the first query, and unseen
+    columns.
+
+    One branch for both: two cost 9 % of the forward, and masking every tile 25 %.
+    """
+    key = at + tl.arange(0, TILE)
+    query = tl.arange(0, ROWS)
+    if DIAGONAL and COLUMNS:
+        if step >= plain:
+            key = tl.where(step < listed, key, -(2**30))
+            key = tl.where(seen(low, high, TILE), key, 2**30)
+            scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
+    elif DIAGONAL and step >= plain:
+        scores = tl.where(key[None, :] <= query[:, None], scores, float("-inf"))
+    elif COLUMNS and step >= plain:
+        scores = tl.where(seen(low, high, TILE)[None, :], scores, float("-inf"))
+    return scores
+
+
+def fit(tuned, tiles, query) -> tuple[int, int, int, int]:
+    """(queries, keys, warps, stages) of a kernel for these blocks and this dtype."""
+    rows, tile, warps, stages = FLOAT32 if query.dtype == torch.float32 else tuned
+    return min(rows, tiles.block_size), min(tile, tiles.block_size), warps, stages
+
+
+def matrix(tensor, rows: int) -> TensorDescriptor:
+    """[s, b, h, d] as the matrix [s, b * h * d], read in tiles of `rows` tokens of one head."""
+    return TensorDescriptor.from_tensor(tensor.view(len(tensor), -1), [rows, tensor.shape[-1]])
+
+
+def vector(tensor, rows: int) -> TensorDescriptor:
+    """[b, h, s] as one vector, read in pieces of `rows` tokens."""
+    return TensorDescriptor.from_tensor(tensor.view(-1), [rows])
+
+
+def lists(tiles) -> dict:
+    """The arguments of a kernel over query blocks that come out of `tiles`."""
+    count, index, columns = tiles.block_count, tiles.block_index, tiles.columns
+    return {
+        "block_count": count,
+        "block_index": index,
+        "limit": count if columns is None else columns.limit,
+        "visible": count if columns is None else columns.visible,
+        "m": index.shape[2],
+        "n": index.shape[3],
+        "c": 0 if columns is None else columns.index.shape[-1],
+        "BLOCK": tiles.block_size,
+        "DIAGONAL": tiles.diagonal,
+        "COLUMNS": columns is not None,
+    }
