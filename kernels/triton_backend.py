@@ -8,7 +8,7 @@ Legend: as in tiles.py.
 
 import torch
 
-from . import block_sparse, vertical
+from . import block_sparse, routed, vertical
 from .reference import block_mask
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,7 +25,10 @@ def attend(query, key, value, tiles, scale: float) -> tuple[torch.Tensor, torch.
     query, key, value = (x.contiguous() for x in (query, key, value))
     if tiles.columns is not None:
         key, value = (vertical.gather_columns(x, tiles.columns, query.shape[2]) for x in (key, value))
-    return block_sparse.forward(query, key, value, tiles, scale)
+    out, lse = block_sparse.forward(query, key, value, tiles, scale)
+    if tiles.routes is not None:
+        routed.add_forward(query, key, value, out, lse, tiles, scale)
+    return out, lse
 
 
 def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, delta=None):
@@ -46,6 +49,10 @@ def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, 
         keys, values = (vertical.gather_columns(x, tiles.columns, query.shape[2]) for x in (key, value))
         vertical.add_column_gradients(dkey, dvalue, grad_out, query, (keys, values), (lse, delta), tiles, scale)
     dquery = block_sparse.backward_query(grad_out, query, keys, values, lse, delta, tiles, scale)
+    if tiles.routes is not None:
+        rows = (grad_out, query, key, value, lse, delta)
+        routed.add_backward_key(*rows, dkey, dvalue, tiles, scale)
+        routed.add_backward_query(*rows, dquery, tiles, scale)
     return dquery, dkey, dvalue
 
 
