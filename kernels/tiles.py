@@ -48,6 +48,17 @@ class Routes(NamedTuple):
     row_index: torch.Tensor
 
 
+class Rectangle(NamedTuple):
+    """A step that is one rectangle: query rows from `first_row` on attend keys 0 .. num_keys - 1.
+
+    They attend all of them, or causally; causal only where the rectangle is the whole step.
+    """
+
+    first_row: int
+    num_keys: int
+    causal: bool
+
+
 class Tiles(NamedTuple):
     """What the local queries attend in the visiting key shard. All tensors are contiguous.
 
@@ -59,6 +70,7 @@ class Tiles(NamedTuple):
     block_size   tokens of a block
     columns      Columns or None
     routes       Routes or None
+    rectangle    Rectangle or None: the same tiles in short, for kernels that need no lists
     key_count    int32 [b, g, n] and
     key_index    int32 [b, g, n, (h / g) * m], the same tiles listed by key block and key head, for dK and dV:
                  an entry is (query head within its group) * m + query block, ascending. None in a forward.
@@ -70,6 +82,7 @@ class Tiles(NamedTuple):
     block_size: int
     columns: Columns | None = None
     routes: Routes | None = None
+    rectangle: Rectangle | None = None
     key_count: torch.Tensor | None = None
     key_index: torch.Tensor | None = None
 
@@ -90,7 +103,7 @@ def attend(query, key, value, tiles: Tiles, scale: float, *, backend: str = "aut
     inputs); a row that attends nothing in this step has out 0 and lse -inf. Raises ValueError for a backend
     that is unknown or cannot run here.
     """
-    return _kernels(backend, query).attend(query, key, value, tiles, scale)
+    return _kernels(backend, query, tiles).attend(query, key, value, tiles, scale)
 
 
 def attend_backward(
@@ -101,11 +114,16 @@ def attend_backward(
     `out` and `lse` are those of the softmax over all ring steps. `delta` is row_delta(grad_out, out), [b, h,
     s], for callers that run several steps; it is computed when missing.
     """
-    kernels = _kernels(backend, query)
+    kernels = _kernels(backend, query, tiles)
     return kernels.attend_backward(grad_out, query, key, value, out, lse, tiles, scale, delta=delta)
 
 
-def _kernels(backend: str, query: torch.Tensor):
+def row_delta(grad_out, out, *, backend: str = "auto") -> torch.Tensor:
+    """rowsum(grad_out * out) as [b, h, s], float32 or float64: the term that every dS of a row shares."""
+    return _kernels(backend, grad_out).row_delta(grad_out, out)
+
+
+def _kernels(backend: str, query: torch.Tensor, tiles: Tiles | None = None):
     """The module that runs `backend`, announced the first time. Raises ValueError when it cannot run here."""
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(BACKENDS)}")
@@ -120,6 +138,7 @@ def _kernels(backend: str, query: torch.Tensor):
         return reference
     if not query.is_cuda and not INTERPRETED:
         raise ValueError(f"backend {chosen!r} needs tensors on a GPU; these are on {query.device}. Use auto")
-    from . import triton_backend  # only where it can run: importing it needs Triton
+    from . import rectangle, triton_backend  # only where they can run: importing them needs Triton
 
-    return triton_backend
+    dense = backend == "auto" and tiles is not None and tiles.rectangle is not None
+    return rectangle if dense else triton_backend

@@ -1,7 +1,7 @@
 """The Triton backend of a ring step: checks, the gathered columns, and the kernels in their order.
 
-Portable: tensor descriptors are TMA loads on Hopper and later and plain loads elsewhere, and Triton's interpreter runs
-all of it on a CPU.
+Portable: tensor descriptors are TMA loads on Hopper and later and plain loads elsewhere, and Triton's
+interpreter runs all of it on a CPU.
 
 Legend: as in tiles.py.
 """
@@ -10,6 +10,7 @@ import torch
 
 from . import block_sparse, routed, vertical
 from .reference import block_mask
+from .tile_lists import list_by_key
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 HEAD_DIMS = (16, 32, 64, 128)
@@ -39,7 +40,7 @@ def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, 
     tiles = _check(query, key, tiles, scale)
     grad_out, query, key, value = (x.to(query.dtype).contiguous() for x in (grad_out, query, key, value))
     if delta is None:
-        delta = block_sparse.row_delta(grad_out, out.contiguous())
+        delta = row_delta(grad_out, out)
     lse, delta = block_sparse.base_2(lse).contiguous(), delta.contiguous()
     if tiles.key_count is None:
         tiles = with_key_lists(tiles, key.shape[2])
@@ -47,7 +48,9 @@ def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, 
     keys, values = key, value
     if tiles.columns is not None:
         keys, values = (vertical.gather_columns(x, tiles.columns, query.shape[2]) for x in (key, value))
-        vertical.add_column_gradients(dkey, dvalue, grad_out, query, (keys, values), (lse, delta), tiles, scale)
+        vertical.add_column_gradients(
+            dkey, dvalue, grad_out, query, (keys, values), (lse, delta), tiles, scale
+        )
     dquery = block_sparse.backward_query(grad_out, query, keys, values, lse, delta, tiles, scale)
     if tiles.routes is not None:
         rows = (grad_out, query, key, value, lse, delta)
@@ -56,20 +59,18 @@ def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, 
     return dquery, dkey, dvalue
 
 
+def row_delta(grad_out, out) -> torch.Tensor:
+    """rowsum(grad_out * out) as float32 [b, h, s], in one pass; see tiles.row_delta."""
+    return block_sparse.row_delta(grad_out.contiguous(), out.contiguous())
+
+
 def with_key_lists(tiles, groups: int):
     """`tiles` with its lists by key block and key head, for callers that have only those by query block.
 
     Works for any lists, through a mask [b, h, m, n]; an index that knows its structure writes them faster.
     """
-    mask = block_mask(tiles)
-    b, h, m, n = mask.shape
-    by_key = mask.view(b, groups, -1, n).mT.contiguous()
-    place = by_key.cumsum(-1, dtype=torch.int32)
-    entries = by_key.shape[-1]
-    index = torch.empty(b, groups, n, entries + 1, dtype=torch.int32, device=mask.device)
-    ids = torch.arange(entries, dtype=torch.int32, device=mask.device).expand_as(place)
-    index.scatter_(-1, torch.where(by_key, place - 1, entries).long(), ids)
-    return tiles._replace(key_count=place[..., -1].contiguous(), key_index=index[..., :entries].contiguous())
+    key_count, key_index = list_by_key(block_mask(tiles), groups)
+    return tiles._replace(key_count=key_count, key_index=key_index)
 
 
 def _check(query, key, tiles, scale: float):
@@ -86,5 +87,8 @@ def _check(query, key, tiles, scale: float):
             f"of a size out of {BLOCK_SIZES}"
         )
     if h % g or scale <= 0:
-        raise ValueError(f"{h} query heads must be a multiple of {g} key heads, and the scale {scale} positive")
-    return tiles._replace(columns=None) if tiles.columns is not None and not tiles.columns.index.shape[-1] else tiles
+        raise ValueError(
+            f"{h} query heads must be a multiple of {g} key heads, and the scale {scale} positive"
+        )
+    empty = tiles.columns is not None and not tiles.columns.index.shape[-1]
+    return tiles._replace(columns=None) if empty else tiles

@@ -9,8 +9,7 @@ import torch
 from .config import AttentionConfig
 from .index import SparseIndex, build_index
 from .kernels.merge import merge
-from .kernels.reference import row_delta
-from .kernels.tiles import attend, attend_backward
+from .kernels.tiles import attend, attend_backward, row_delta
 from .layouts import Layout
 from .ring import Rings, bring_home, visit, world
 
@@ -80,7 +79,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         query, key, value, out, lse = ctx.saved_tensors
-        delta = row_delta(grad_out, out)
+        delta = row_delta(grad_out, out, backend=ctx.backend)
         grad_query = None
 
         def grad(source, shard):

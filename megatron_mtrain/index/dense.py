@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.tile_lists import list_by_key, list_by_query
-from ..kernels.tiles import Tiles
+from ..kernels.tiles import Rectangle, Tiles
 from .sparse_index import SparseIndex, causal_mask
 
 
@@ -24,9 +24,26 @@ class DenseIndex(SparseIndex):
         key_count, key_index = None, None
         if by_key:
             key_count, key_index = list_by_key(mask.expand(self.batch, self.heads, -1, -1), self.groups)
-        diagonal = source == self.rank
-        size = self.layout.block_size
-        return Tiles(count, index, diagonal, size, key_count=key_count, key_index=key_index)
+        return Tiles(
+            count,
+            index,
+            source == self.rank,
+            self.layout.block_size,
+            rectangle=self._rectangle(source),
+            key_count=key_count,
+            key_index=key_index,
+        )
+
+    def _rectangle(self, source: int) -> Rectangle | None:
+        """Zigzag: later halves see earlier ranks whole, earlier ranks' first halves are seen by all rows."""
+        tokens = self.layout.local_tokens
+        if source == self.rank and (self.layout.name == "zigzag" or self.layout.world_size == 1):
+            return Rectangle(0, tokens, causal=True)
+        if self.layout.name != "zigzag":
+            return None
+        return (
+            Rectangle(0, tokens // 2, False) if source < self.rank else Rectangle(tokens // 2, tokens, False)
+        )
 
     def dense_mask(self) -> torch.Tensor:
         return causal_mask(self.layout.num_tokens, self.device).expand(self.batch, self.heads, -1, -1)
