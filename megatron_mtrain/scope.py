@@ -1,0 +1,92 @@
+"""--trainable: train the parameters whose names match, freeze the others.
+
+A frozen parameter has no gradient, no float32 copy and no optimizer state. The names are those of Megatron's model with
+layers counted from 0 over all pipeline stages, such as decoder.layers.11.self_attention.linear_qkv.weight.
+"""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+EXAMPLES = (
+    "self_attention (all of attention), self_attention.linear_qkv (projections to query, key and value), "
+    r"mlp, embedding, layernorm, layers\.(30|31)\."
+)
+
+
+def train_only(model_config, patterns: list[str] | None) -> None:
+    """Makes a Megatron GPTModelConfig freeze every parameter that no regular expression of `patterns` finds.
+
+    Does nothing without patterns. Raises ValueError for one that is no regular expression.
+    """
+    if not patterns:
+        return
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"--trainable {pattern} is no regular expression ({error}); examples: {EXAMPLES}"
+            ) from None
+    model_config.pre_wrap_hooks.append(partial(freeze_others, patterns=patterns))
+
+
+def freeze_others(models: list, patterns: list[str]) -> list:
+    """A pre-wrap hook: freezes what no pattern finds in the model chunks of this rank.
+
+    Raises ValueError on every rank when a pattern finds nothing on any.
+    """
+    found = [0] * len(patterns)
+    for name, param in global_names(models):
+        matches = [bool(re.search(pattern, name)) for pattern in patterns]
+        param.requires_grad_(any(matches))
+        found = [count + match for count, match in zip(found, matches, strict=True)]
+    for pattern, count in zip(patterns, _over_all_ranks(found), strict=True):
+        if not count:
+            raise ValueError(f"--trainable {pattern} matches no parameter; examples: {EXAMPLES}")
+    for model in models:
+        _keep_gradients_flowing(model)
+    return models
+
+
+def global_names(models: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter with its name; a layer's number is the one in the whole model, not in its pipeline stage."""
+    for model in models:
+        layers = {
+            name: module.layer_number - 1
+            for name, module in model.named_modules()
+            if isinstance(module, TransformerLayer)
+        }
+        for name, param in model.named_parameters():
+            for layer, number in layers.items():
+                if name.startswith(f"{layer}."):
+                    name = f"{layer.rpartition('.')[0]}.{number}{name.removeprefix(layer)}"
+                    break
+            yield name, param
+
+
+def _over_all_ranks(counts: list[int]) -> list[int]:
+    if not dist.is_initialized():
+        return counts
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    total = torch.tensor(counts, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def _keep_gradients_flowing(model) -> None:
+    """Makes the output of a frozen embedding ask for a gradient.
+
+    Recomputed layers run again only when their input asks for one: without it they would train nothing.
+    """
+    embedding = getattr(model, "embedding", None)
+    if embedding is not None and not any(param.requires_grad for param in embedding.parameters()):
+        embedding.register_forward_hook(_ask_for_gradient)
+
+
+def _ask_for_gradient(module, inputs, output: torch.Tensor) -> torch.Tensor:
+    return output.requires_grad_() if torch.is_grad_enabled() else output
