@@ -1,7 +1,8 @@
-"""--model and --rope-scaling: a Qwen model's sizes, and an extended context, as defaults of Megatron's own flags.
+"""--model and --rope-scaling: a Qwen model's sizes, and an extended context, as defaults of Megatron's own
+flags.
 
-`add_arguments(parser)` reads the two flags ahead of the others and sets defaults from them, so that an explicit flag
-wins; `check(args)` then refuses what contradicts itself or the checkpoint that will be loaded.
+`add_arguments(parser)` reads the two flags ahead of the others and sets defaults from them, so that an
+explicit flag wins; `check(args)` then refuses what contradicts itself or the checkpoint that will be loaded.
 """
 
 import json
@@ -38,9 +39,10 @@ NAMES = [f"qwen2.5-{size}" for size in QWEN2_5] + [f"qwen3-{size}" for size in Q
 PRETRAINED_LENGTH = 32768  # tokens; their YaRN starts from here, whatever max_position_embeddings says
 # Arguments on which the tensors of a checkpoint depend.
 WEIGHTS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size add_qkv_bias "
-    "qk_layernorm untie_embeddings_and_output_weights normalization swiglu add_bias_linear"
-).split()
+    *("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size", "untie_embeddings_and_output_weights"),
+    *("num_attention_heads", "num_query_groups", "kv_channels", "add_qkv_bias", "qk_layernorm"),
+    *("normalization", "swiglu", "add_bias_linear"),
+)
 
 
 @dataclass
@@ -58,8 +60,8 @@ class ModelArguments:
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the group "Qwen model" to Megatron's parser and sets the defaults that its flags on this command line ask
-    for. Raises ValueError for an unknown model or scaling."""
+    """Adds the group "Qwen model" to Megatron's parser and sets the defaults that its flags on this command
+    line ask for. Raises ValueError for an unknown model or scaling."""
     ArgumentGroupFactory(ModelArguments).build_group(parser, title="Qwen model")
     early = ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--model", "--rope-scaling", "--tokenizer-type", "--tokenizer-model"):
@@ -86,7 +88,8 @@ def defaults(args: Namespace) -> dict:
 
 
 def model_shape(name: str) -> QwenShape:
-    """The shape of a named model or of the one in a Hugging Face folder. Raises ValueError for an unknown name."""
+    """The shape of a named model or of the one in a Hugging Face folder. Raises ValueError for an unknown
+    name."""
     family, _, size = name.lower().partition("-")
     sizes = {"qwen2.5": QWEN2_5, "qwen3": QWEN3}.get(family, {}).get(size)
     if sizes is not None:
@@ -110,10 +113,11 @@ def _has_tokenizer(name: str) -> bool:
 
 
 def vocabulary_divisor(vocab_size: int, tensor_size: int) -> int:
-    """--make-vocab-size-divisible-by with which tensor-parallel ranks share the vocabulary with least padding.
+    """--make-vocab-size-divisible-by with which tensor-parallel ranks share the vocabulary with least
+    padding.
 
-    Padding is not harmless: the loss counts its logits, and in a converted model they start at 0, not far below.
-    """
+    Padding is not harmless: the loss counts its logits, and in a converted model they start at 0, not far
+    below."""
     while tensor_size > 1 and vocab_size % tensor_size:
         vocab_size += 1
     share = vocab_size // tensor_size
@@ -160,7 +164,8 @@ def _check_checkpoint(args: Namespace) -> None:
 
 
 def checkpoint_arguments(folder: str | None) -> Namespace:
-    """The arguments kept in the newest checkpoint of a folder; empty when there is none, or none of this format."""
+    """The arguments kept in the newest checkpoint of a folder; empty when there is none, or none of this
+    format."""
     tracker = Path(folder or "") / "latest_checkpointed_iteration.txt"
     if folder is None or not tracker.is_file():
         return Namespace()

@@ -1,7 +1,8 @@
-"""The sizes of a Qwen2, Qwen2.5 or dense Qwen3 model, as Hugging Face's config.json and as Megatron's arguments.
+"""The sizes of a Qwen2, Qwen2.5 or dense Qwen3 model, as Hugging Face's config.json and as Megatron's
+arguments.
 
-`from_hf` and `to_hf` read and write config.json; `from_arguments` and `to_arguments` do the same with Megatron's
-argparse destinations. Everything that both sides know passes through here, in either direction.
+`from_hf` and `to_hf` read and write config.json; `from_arguments` and `to_arguments` do the same with
+Megatron's argparse destinations. Everything that both sides know passes through here, in either direction.
 """
 
 from argparse import Namespace
@@ -96,8 +97,9 @@ def _require(source: str, name: str, value, allowed) -> None:
 
 
 def to_hf(shape: QwenShape, base: dict | None = None) -> dict:
-    """A config.json of this shape. With `base`, the config.json of the original model, only the longest position
-    and rotary fields that differ change: spelled as transformers 4 does, which version 5 and others read too."""
+    """A config.json of this shape. With `base`, the config.json of the original model, only the longest
+    position and rotary fields that differ change: spelled as transformers 4 does, which version 5 and others
+    read too."""
     if base is None:
         config = _plain_hf(shape)
     else:
@@ -170,8 +172,8 @@ def from_arguments(args: Namespace, source: str) -> QwenShape:
     for name, needed in rules.items():
         if getattr(args, name) != needed:
             raise ValueError(
-                f"{source}: {name} is {getattr(args, name)} where qk_layernorm is {args.qk_layernorm}; a Qwen model "
-                f"has {needed}. {SUPPORTED}"
+                f"{source}: {name} is {getattr(args, name)} where qk_layernorm is {args.qk_layernorm}; a "
+                f"Qwen model has {needed}. {SUPPORTED}"
             )
     kind = args.position_embedding_type
     if kind not in ("rope", "yarn"):

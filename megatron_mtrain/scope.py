@@ -1,8 +1,8 @@
 """--trainable: train the parameters whose names match, freeze the others.
 
-A frozen parameter has no gradient, no float32 copy and no optimizer state. The names are those of Megatron's model with
-layers counted from 0 over all pipeline stages, such as decoder.layers.11.self_attention.linear_qkv.weight.
-"""
+A frozen parameter has no gradient, no float32 copy and no optimizer state. The names are those of Megatron's
+model with layers counted from 0 over all pipeline stages, such as
+decoder.layers.11.self_attention.linear_qkv.weight."""
 
 import re
 from collections.abc import Iterator
@@ -54,7 +54,8 @@ def freeze_others(models: list, patterns: list[str]) -> list:
 
 
 def global_names(models: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter with its name; a layer's number is the one in the whole model, not in its pipeline stage."""
+    """Every parameter with its name; a layer's number is the one in the whole model, not in its pipeline
+    stage."""
     for model in models:
         layers = {
             name: module.layer_number - 1

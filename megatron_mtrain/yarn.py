@@ -1,9 +1,8 @@
 """YaRN's settings, as Hugging Face's config.json, Megatron's arguments and --rope-scaling spell them.
 
-YaRN (arXiv 2309.00071) stretches the positions of slow rotary dimensions by `factor`, leaves fast ones, and ramps
-between them; the ramp is computed from the length before the extension. It also multiplies cos and sin by an
-attention factor, 0.1 ln(factor) + 1 unless a model says otherwise.
-"""
+YaRN (arXiv 2309.00071) stretches the positions of slow rotary dimensions by `factor`, leaves fast ones, and
+ramps between them; the ramp is computed from the length before the extension. It also multiplies cos and sin
+by an attention factor, 0.1 ln(factor) + 1 unless a model says otherwise."""
 
 import math
 from argparse import Namespace
@@ -45,7 +44,7 @@ def parse(text: str, original: int) -> Yarn:
         factor, length = float(numbers[0]), int(numbers[1]) if len(numbers) == 2 else original
     except ValueError:
         raise ValueError(
-            f"--rope-scaling {text}: FACTOR must be a number and ORIGINAL_TOKENS a whole number, as in yarn:16"
+            f"--rope-scaling {text}: FACTOR must be a number, ORIGINAL_TOKENS a whole number"
         ) from None
     return Yarn(factor, length)
 

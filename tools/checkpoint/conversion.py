@@ -25,11 +25,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def to_megatron(source: Path, target: Path, dtype: torch.dtype | None = None) -> QwenShape:
-    """Writes the model in the Hugging Face folder `source` as a Megatron checkpoint into the empty folder `target`.
+    """Writes the model in the Hugging Face folder `source` as a Megatron checkpoint into the empty folder
+    `target`.
 
-    `dtype` is that of the weights, the source's if None. Raises ValueError for a folder that is incomplete, damaged
-    or another model.
-    """
+    `dtype` is that of the weights, the source's if None. Raises ValueError for a folder that is incomplete,
+    damaged or another model."""
     config = read_config(source)
     shape = from_hf(config, str(source / CONFIG))
     weights = SafetensorsFolder(source)
@@ -61,22 +61,22 @@ def _check_source(weights: SafetensorsFolder, rows: list[Row], shape: QwenShape)
     there = weights.names()
     if missing := sorted(expected.keys() - there):
         raise ValueError(
-            f"{weights.folder} lacks {missing[0]} and {len(missing) - 1} more of {len(expected)} tensors of the "
-            f"{shape.family} in {CONFIG}; download it again"
+            f"{weights.folder} lacks {missing[0]} and {len(missing) - 1} more of {len(expected)} tensors of "
+            f"the {shape.family} in {CONFIG}; download it again"
         )
     # A tied output layer may be saved with the embedding; rotary frequencies were, once.
     harmless = {"lm_head.weight"} if shape.tied else set()
     unknown = sorted(name for name in there - expected.keys() - harmless if "rotary_emb" not in name)
     if unknown:
         raise ValueError(
-            f"{weights.folder} has {unknown[0]} ({len(unknown)} tensors in all), which the {shape.family} in {CONFIG} "
-            "has not; this is another architecture"
+            f"{weights.folder} has {unknown[0]} ({len(unknown)} tensors in all), which the {shape.family} in "
+            f"{CONFIG} has not; this is another architecture"
         )
     for name, size in expected.items():
         if weights.shape(name) != size:
             raise ValueError(
-                f"{weights.folder}: {name} has shape {list(weights.shape(name))}, {CONFIG} makes it {list(size)} "
-                f"({_reason(name, shape)}); one of them is of another model"
+                f"{weights.folder}: {name} has shape {list(weights.shape(name))}, {CONFIG} makes it "
+                f"{list(size)} ({_reason(name, shape)}); one of them is of another model"
             )
 
 
@@ -93,9 +93,8 @@ def _only_dtype(weights: SafetensorsFolder, rows: list[Row], shape: QwenShape) -
     names = [name for row in rows for layer in _layers(row, shape) for name in row.hf_names(layer)]
     found = {weights.dtype(name) for name in names}
     if len(found) > 1:
-        raise ValueError(
-            f"{weights.folder} has tensors of {' and '.join(sorted(map(str, found)))}; choose one with --dtype"
-        )
+        kinds = " and ".join(sorted(map(str, found)))
+        raise ValueError(f"{weights.folder} has tensors of {kinds}; choose one with --dtype")
     return found.pop()
 
 
@@ -115,8 +114,8 @@ def to_hf(
 ) -> QwenShape:
     """Writes the newest checkpoint in `source` as a Hugging Face folder into the empty folder `target`.
 
-    `hf_config` is the folder of the original model (see `original_folder`). Padding of the vocabulary is cut off.
-    Raises ValueError for a checkpoint that is incomplete, damaged or another model than the original.
+    `hf_config` is the folder of the original model (see `original_folder`). Padding of the vocabulary is cut
+    off. Raises ValueError for a checkpoint that is incomplete, damaged or another model than the original.
     """
     checkpoint = TorchDistReader(torch_dist.newest(source))
     original = original_folder(hf_config, source, checkpoint.args)
@@ -145,8 +144,8 @@ def _check_stored(checkpoint: TorchDistReader, row: Row, shape: QwenShape) -> to
     entry = checkpoint.entry(row.megatron)
     if entry is None:
         raise ValueError(
-            f"{checkpoint.folder} has no {row.megatron}, a tensor of every {shape.family}; it is another model, or "
-            "its layers were not stacked (homogeneous)"
+            f"{checkpoint.folder} has no {row.megatron}, a tensor of every {shape.family}; it is another "
+            "model, or its layers were not stacked (homogeneous)"
         )
     expected = (shape.num_layers, *row.shape) if row.per_layer else row.shape
     stored = tuple(entry.size)
@@ -158,8 +157,8 @@ def _check_stored(checkpoint: TorchDistReader, row: Row, shape: QwenShape) -> to
             )
     elif stored != expected:
         raise ValueError(
-            f"{checkpoint.folder}: {row.megatron} has shape {list(stored)}, its arguments make it {list(expected)}; "
-            "the checkpoint is another model's"
+            f"{checkpoint.folder}: {row.megatron} has shape {list(stored)}, its arguments make it "
+            f"{list(expected)}; the checkpoint is another model's"
         )
     return entry.properties.dtype
 

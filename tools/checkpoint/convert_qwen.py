@@ -4,13 +4,14 @@
     torchrun ... pretrain_qwen.py --model Qwen2.5-3B --load checkpoints/start --save checkpoints/trained ...
     python tools/checkpoint/convert_qwen.py to-hf --megatron checkpoints/trained --out Qwen2.5-3B-512K
 
-The checkpoint loads on any number of tensor-, pipeline-, context- and data-parallel ranks, with local or Transformer
-Engine layers; it is a release in Megatron's words, so training starts at step 0 with new optimizer state. to-hf takes
-config.json and the tokenizer from --hf-config, else from the checkpoint or from the folders that its run named; YaRN
-is written as the run had it. --verify compares the logits of both models on random tokens, in float32.
+The checkpoint loads on any number of tensor-, pipeline-, context- and data-parallel ranks, with local or
+Transformer Engine layers; it is a release in Megatron's words, so training starts at step 0 with new
+optimizer state. to-hf takes config.json and the tokenizer from --hf-config, else from the checkpoint or from
+the folders that its run named; YaRN is written as the run had it. --verify compares the logits of both
+models on random tokens, in float32.
 
-Runs on the CPU, with one tensor of one layer in memory at a time. --out appears when all is written and verified.
-"""
+Runs on the CPU, with one tensor of one layer in memory at a time. --out appears when all is written and
+verified."""
 
 import argparse
 import os
@@ -74,9 +75,8 @@ def run(args: argparse.Namespace) -> None:
 
             print(verify(*pair))
     seconds = time.monotonic() - start
-    print(
-        f"{args.out}: {shape.family}, {shape.num_layers} layers, vocabulary {shape.vocab_size}, {seconds:.1f} s"
-    )
+    made = f"{shape.family}, {shape.num_layers} layers, vocabulary {shape.vocab_size}"
+    print(f"{args.out}: {made}, {seconds:.1f} s")
 
 
 def main() -> None:

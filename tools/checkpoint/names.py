@@ -1,7 +1,8 @@
 """One table of names: which tensors of Hugging Face's Qwen make up which tensor of a Megatron checkpoint.
 
-Both directions read it. Megatron's local and Transformer Engine layers have these same keys; tensors of the layers
-are stacked, so a key of a layer holds [layers, ...]. Keys whose tensors join several of Hugging Face's:
+Both directions read it. Megatron's local and Transformer Engine layers have these same keys; tensors of the
+layers are stacked, so a key of a layer holds [layers, ...]. Keys whose tensors join several of Hugging
+Face's:
 
     self_attention.linear_qkv   for each key head its query heads, then its key, then its value:
                                 [q0 q1 k0 v0 | q2 q3 k1 v1] for 4 query heads and 2 key heads
@@ -16,8 +17,8 @@ import torch
 
 from megatron_mtrain.qwen_shape import QwenShape
 
-# Objects that layers of Transformer Engine keep for fp8; empty without it. Its layers ask for them when loading,
-# and local layers for the first four.
+# Objects that layers of Transformer Engine keep for fp8; empty without it. Its layers ask for them when
+# loading, and local layers for the first four.
 STATES_OF_LAYER = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",

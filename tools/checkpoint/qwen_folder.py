@@ -23,7 +23,10 @@ BESIDE = (
 )
 KEPT = "hf"  # subfolder of a converted checkpoint with the files above
 # Two descriptions of one model have to agree on these; the vocabulary is compared apart, it may be padded.
-SIZES = "family num_layers hidden_size ffn_hidden_size num_heads num_groups head_dim tied".split()
+SIZES = (
+    *("family", "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_groups", "head_dim"),
+    "tied",
+)
 
 
 def read_config(folder: Path) -> dict:
@@ -56,8 +59,8 @@ def write_config(shape: QwenShape, base: dict | None, dtype: torch.dtype, target
 
 
 def original_folder(given: Path | None, megatron: Path, args: Namespace) -> Path | None:
-    """The Hugging Face folder a trained model came from: the given one, the copy in its checkpoint, or what its run
-    named as --model or loaded. None when none of them is there."""
+    """The Hugging Face folder a trained model came from: the given one, the copy in its checkpoint, or what
+    its run named as --model or loaded. None when none of them is there."""
     if given is not None:
         return given
     named = [megatron / KEPT]
@@ -82,12 +85,12 @@ def trained_shape(args: Namespace, where: Path, base: dict | None, source: Path 
         mine, other = getattr(shape, name), getattr(original, name)
         if mine != other:
             raise ValueError(
-                f"{where} has {name} {mine}, {path} has {other}; give the folder of the model it was trained from "
-                "with --hf-config"
+                f"{where} has {name} {mine}, {path} has {other}; give the folder of the model it was trained "
+                "from with --hf-config"
             )
     if args.vocab_size and args.vocab_size != original.vocab_size:
         raise ValueError(
-            f"{where} was trained with a vocabulary of {args.vocab_size}, {path} says {original.vocab_size}; give "
-            "the folder of the model it was trained from with --hf-config"
+            f"{where} was trained with a vocabulary of {args.vocab_size}, {path} says {original.vocab_size}; "
+            "give the folder of the model it was trained from with --hf-config"
         )
     return replace(shape, vocab_size=original.vocab_size)

@@ -1,8 +1,9 @@
-"""Hugging Face's safetensors, one file or several with an index: read a tensor at a time, written a tensor at a time.
+"""Hugging Face's safetensors, one file or several with an index: read a tensor at a time, written a tensor
+at a time.
 
-A file is a little-endian length of 8 bytes, a JSON header of that length with dtype, shape and place of every tensor,
-and the tensors' bytes. The library writes a file from tensors that are all in memory; `write` here needs one.
-"""
+A file is a little-endian length of 8 bytes, a JSON header of that length with dtype, shape and place of
+every tensor, and the tensors' bytes. The library writes a file from tensors that are all in memory; `write`
+here needs one."""
 
 import json
 import math
@@ -34,7 +35,7 @@ class SafetensorsFolder:
             if (self.folder / SINGLE).is_file():
                 return [SINGLE]
             raise ValueError(
-                f"{self.folder} has neither {SINGLE} nor {INDEX}; save the model with safetensors (save_pretrained)"
+                f"{self.folder} has neither {SINGLE} nor {INDEX}; save the model with save_pretrained"
             )
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -43,8 +44,8 @@ class SafetensorsFolder:
         missing = [name for name in names if not (self.folder / name).is_file()]
         if missing:
             raise ValueError(
-                f"{self.folder} lacks {missing[0]} ({len(missing)} of the {len(names)} files that {INDEX} names); "
-                "download it again"
+                f"{self.folder} lacks {missing[0]} ({len(missing)} of the {len(names)} files that {INDEX} "
+                "names); download it again"
             )
         return names
 
@@ -95,7 +96,8 @@ def write(
     read: Callable[[str], torch.Tensor],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes tensors in the given order into files of at most `shard_bytes`, with an index when there are several.
+    """Writes tensors in the given order into files of at most `shard_bytes`, with an index when there are
+    several.
 
     `read(name)` makes a tensor when it is written.
     """

@@ -1,8 +1,9 @@
-"""Megatron's torch_dist checkpoints without Megatron's model: written and read a tensor at a time, by one process.
+"""Megatron's torch_dist checkpoints without Megatron's model: written and read a tensor at a time, by one
+process.
 
-A checkpoint folder holds `latest_checkpointed_iteration.txt`, which names the subfolder of the tensors: iter_0000010,
-or `release` for weights from elsewhere, which Megatron loads without optimizer state and starts at iteration 0.
-"""
+A checkpoint folder holds `latest_checkpointed_iteration.txt`, which names the subfolder of the tensors:
+iter_0000010, or `release` for weights from elsewhere, which Megatron loads without optimizer state and
+starts at iteration 0."""
 
 import io
 import json
@@ -70,9 +71,8 @@ def write(
 ) -> None:
     """Writes a `release` checkpoint into an empty folder.
 
-    `states` are (key, layer, number of layers) of the empty extra states; `args` are the arguments with which Megatron
-    builds the model.
-    """
+    `states` are (key, layer, number of layers) of the empty extra states; `args` are the arguments with
+    which Megatron builds the model."""
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": {}}
     sources, items = {}, []
     objects = {f"{key}/shard_{i}_{n}": torch.empty(0, dtype=torch.uint8) for key, i, n in states}
@@ -153,8 +153,8 @@ class TorchDistReader:
         return found if isinstance(found, TensorStorageMetadata) else None
 
     def read(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """A part of a tensor, from whatever shards the ranks of the run wrote. Raises ValueError when some are
-        missing."""
+        """A part of a tensor, from whatever shards the ranks of the run wrote. Raises ValueError when some
+        are missing."""
         entry = self.entry(key)
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
         items = create_read_items_for_chunk_list(key, entry, [chunk])

@@ -1,8 +1,8 @@
-"""Compare a Hugging Face model with its Megatron form: the logits of both on random tokens, in float32 on the CPU.
+"""Compare a Hugging Face model with its Megatron form: the logits of both on random tokens, in float32 on
+the CPU.
 
-Megatron's model is built as pretrain_qwen.py builds it, from `--model`, and loaded as it loads it, from `--load`; so
-this also tells that a run will start from the converted weights.
-"""
+Megatron's model is built as pretrain_qwen.py builds it, from `--model`, and loaded as it loads it, from
+`--load`; so this also tells that a run will start from the converted weights."""
 
 import contextlib
 import io
@@ -28,12 +28,16 @@ from megatron_mtrain.presets import model_shape
 TOKENS = 256  # two blocks of attention
 TOLERANCE = 1e-4  # of the largest logit; the order of float32 sums gives about 1e-6
 # What Megatron asks of every run, though this one takes no step.
-RUN = """--tokenizer-type NullTokenizer --mock-data --split 100,0,0 --micro-batch-size 1 --global-batch-size 1
-    --lr 0 --train-iters 1 --eval-iters 0 --num-workers 0 --attn-type dense --exit-on-missing-checkpoint""".split()
+RUN = (
+    *("--tokenizer-type", "NullTokenizer", "--mock-data", "--split", "100,0,0", "--num-workers", "0"),
+    *("--micro-batch-size", "1", "--global-batch-size", "1", "--lr", "0", "--train-iters", "1"),
+    *("--eval-iters", "0", "--attn-type", "dense", "--exit-on-missing-checkpoint"),
+)
 
 
 def verify(hf: Path, megatron: Path) -> str:
-    """One line that tells how far the logits of the two models are apart. Raises ValueError when it is too far."""
+    """One line that tells how far the logits of the two models are apart. Raises ValueError when it is too
+    far."""
     torch.manual_seed(0)
     tokens = torch.randint(0, model_shape(str(hf)).vocab_size, (1, TOKENS))
     expected = hf_logits(hf, tokens)
@@ -56,10 +60,11 @@ def hf_logits(folder: Path, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def megatron_logits(flags: list[str], tokens: torch.Tensor) -> torch.Tensor | None:
-    """Logits float32 [b, N, padded vocabulary] of the model that pretrain_qwen.py would start to train with `flags`.
+    """Logits float32 [b, N, padded vocabulary] of the model that pretrain_qwen.py would start to train with
+    `flags`.
 
-    On several ranks, all of which call it, the whole logits on those of the last pipeline stage and None on others.
-    """
+    On several ranks, all of which call it, the whole logits on those of the last pipeline stage and None on
+    others."""
     arguments = sys.argv
     sys.argv = ["verify", *flags]
     kept = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
