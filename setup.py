@@ -26,7 +26,7 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[core_cu13,pytorch]>=2.20", "flash-attn-4>=4.0.0b36"],
-        "test": ["hypothesis", "pytest", "ruff==0.17.6", "tiktoken"],
+        "test": ["dashscope", "hypothesis", "llama-models", "pytest", "ruff==0.17.6", "tiktoken"],
         "tools": ["huggingface_hub", "matplotlib", "pyarrow", "tiktoken", "xxhash", "zstandard"],
     },
 )

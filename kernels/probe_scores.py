@@ -16,7 +16,7 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 ROWS = 64  # probe rows at a time
 TILE = 128  # keys of one tile
-PROGRAMS = 528  # four on each of 132 multiprocessors; their scratch is 17 MB, which stays in the L2 cache
+PROGRAMS = 264  # two on each of 132 multiprocessors; their scratch is 22 MB, which stays in the L2 cache
 
 
 @triton.jit
@@ -66,14 +66,18 @@ def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows,
     """Mean probabilities of key tiles: summed over rows, and along the distances that a tile touches.
 
     A tile of T keys and R <= T rows touches T + R - 1 distances, and two neighbouring tiles share R - 1 of
-    them: the last R - 1 go to a second array, so that every element has one writer. Sums along distances read
-    the tile back from `scratch` with every row shifted by one more: a gather in registers took seven times as
-    long.
+    them: the last R - 1 go to a second array, so that every element has one writer.
+
+    Sums along distances: rows are written to `scratch` at a pitch of P - 1 and read back at a pitch of P,
+    which shifts every row by one more. The margins of a row stay zero, so the reads need no mask and are 16
+    bytes wide; with a gather in registers the kernel took 2.3 ms at 131072 tokens, with masked reads 1.3.
     """
-    scratch += tl.program_id(0).to(tl.int64) * ROWS * TILE
-    r, offset = tl.arange(0, ROWS)[:, None], tl.arange(0, 2 * TILE)[None, :] - (TILE - 1)
-    source = r - offset  # row r sees distance `offset` at key r - offset of the tile
-    inside = (source >= 0) & (source < TILE)
+    PITCH: tl.constexpr = ROWS + 2 * TILE
+    scratch += tl.program_id(0).to(tl.int64) * ROWS * PITCH
+    r = tl.arange(0, ROWS)[:, None]
+    written = scratch + r * (PITCH - 1) + tl.arange(0, TILE)[None, :] + ROWS
+    read = scratch + r * PITCH + tl.arange(0, 2 * TILE)[None, :]  # slot e holds key r + e - ROWS of row r
+    along = ROWS - tl.arange(0, 2 * TILE)
     for work in range(tl.program_id(0), tiles * pairs, tl.num_programs(0)):
         tile, pair = work // pairs, work % pairs
         k, start, keys = _key_tile(key, starts, tile, pair, pairs, BLOCK, TILE, D)
@@ -89,13 +93,12 @@ def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows,
                 p = tl.exp2(scores - mass[:, None]) / rows
                 total += tl.sum(p, 0)
                 tl.debug_barrier()
-                tl.store(scratch + r * TILE + tl.arange(0, TILE)[None, :], p)
+                tl.store(written, p)
                 tl.debug_barrier()
-                sums = tl.sum(tl.load(scratch + r * TILE + source, mask=inside, other=0.0), 0)
-                along = tl.arange(0, 2 * TILE) - (TILE - 1)
+                sums = tl.sum(tl.load(read), 0)
                 distance = first + row - start + along
                 array = (row // ROWS * 2 + (along > 0)).to(tl.int64) * pairs * GROUP + head
-                wanted = (distance >= 0) & (distance < num_tokens) & (along < ROWS)
+                wanted = (distance >= 0) & (distance < num_tokens) & (along < ROWS) & (along > -TILE)
                 tl.store(slash + array * num_tokens + distance, sums, mask=wanted)
             local = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
             tl.store(vertical + head.to(tl.int64) * tiles * TILE + local, total)
@@ -132,7 +135,8 @@ def probe_scores(probe, key, starts, first: int, lse, *, scale: float, block_siz
     vertical = torch.empty(b, h, key.shape[0], dtype=torch.float32, device=key.device)
     slash = torch.zeros(arrays, b, h, num_tokens, dtype=torch.float32, device=key.device)
     programs = min(grid[0] * grid[1], PROGRAMS)
-    scratch = torch.empty(programs, shared["ROWS"], shared["TILE"], dtype=torch.float32, device=key.device)
+    pitch = shared["ROWS"] + 2 * shared["TILE"]
+    scratch = torch.zeros(programs, shared["ROWS"], pitch, dtype=torch.float32, device=key.device)
     probe_scores_kernel[(programs,)](
         probe, key, starts, lse.contiguous(), vertical, slash, scratch, rows, first, grid[1], grid[0],
         num_tokens, scale * LOG2_E, **shared, num_warps=4,

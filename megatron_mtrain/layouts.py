@@ -79,6 +79,8 @@ class Layout:
         """The inverse of `shard`: the tensors of ranks 0 .. W-1, joined in global order along `dim`."""
         if len(shards) != self.world_size:
             raise ValueError(f"got {len(shards)} shards; this layout has {self.world_size} ranks")
+        if self.world_size == 1:
+            return shards[0]
         joined = torch.cat(list(shards), dim)
         return joined.index_select(dim, _order(self, joined.device))
 
