@@ -26,6 +26,7 @@ from megatron_mtrain.config import AttentionConfig
 from megatron_mtrain.cpu import prepare_megatron
 from megatron_mtrain.loss import in_chunks
 from megatron_mtrain.model import use_sparse_attention
+from megatron_mtrain.scope import train_only
 
 
 def main() -> None:
@@ -35,6 +36,7 @@ def main() -> None:
         args, attention = parse_arguments()
         model_config = gpt_config_from_args(args)
         use_sparse_attention(model_config, attention)
+        train_only(model_config, args.trainable)
     pretrain(
         pretrain_cfg_container_from_args(args, model_config),
         datasets_provider,

@@ -16,6 +16,7 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
+from . import presets
 from .checks import check_vocabulary, validate
 from .config import AttentionConfig
 from .cpu import CPU_DEFAULTS
@@ -74,6 +75,7 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds the attention flags to Megatron's parser and sets the defaults for this run and this machine."""
     ArgumentGroupFactory(AttentionArguments).build_group(parser, title="sparse attention")
     parser.set_defaults(**RUN_DEFAULTS, **_machine_defaults())
+    presets.add_arguments(parser)
     return parser
 
 
@@ -96,6 +98,7 @@ def parse_arguments() -> tuple[Namespace, AttentionConfig]:
     args = parse_args(add_arguments)
     attention = validate(args)
     args = parse_and_validate_args(add_arguments, args_defaults=_derived_defaults(args))
+    presets.check(args)
     check_vocabulary(args)
     return args, attention
 
