@@ -6,13 +6,16 @@ explicit flag wins; `check(args)` then refuses what contradicts itself or the ch
 """
 
 import json
+import pickle
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from megatron.training.argument_utils import ArgumentGroupFactory
+from torch.distributed.checkpoint.api import CheckpointException
 
 from . import yarn
 from .qwen_shape import QwenShape, from_hf, to_arguments
@@ -164,13 +167,23 @@ def _check_checkpoint(args: Namespace) -> None:
 
 
 def checkpoint_arguments(folder: str | None) -> Namespace:
-    """The arguments kept in the newest checkpoint of a folder; empty when there is none, or none of this
-    format."""
+    """The arguments kept in the newest checkpoint of a folder; empty when there is no torch_dist
+    checkpoint."""
     tracker = Path(folder or "") / "latest_checkpointed_iteration.txt"
     if folder is None or not tracker.is_file():
         return Namespace()
     text = tracker.read_text().strip()
     newest = tracker.with_name(f"iter_{int(text):07d}" if text.isdecimal() else text)
-    if not (newest / ".metadata").is_file():
-        return Namespace()
-    return load_common_state_dict(str(newest)).get("args", Namespace())
+    return common_state(newest).get("args", Namespace()) if (newest / ".metadata").is_file() else Namespace()
+
+
+def common_state(folder: Path) -> dict:
+    """Everything in a torch_dist checkpoint that is no tensor. Raises ValueError when the checkpoint is
+    damaged."""
+    try:
+        return load_common_state_dict(str(folder))
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+    except (CheckpointingException, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+        reason = error
+    raise ValueError(f"{folder} is damaged ({reason}); copy it again")

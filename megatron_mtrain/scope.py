@@ -12,10 +12,17 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from .arguments import one_line_errors
+
 EXAMPLES = (
     "self_attention (all of attention), self_attention.linear_qkv (projections to query, key and value), "
     r"mlp, embedding, layernorm, layers\.(30|31)\."
 )
+# Transformer Engine keeps these norms in the linear layers after them; one pattern has to mean one thing.
+ALIASES = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
 
 
 def train_only(model_config, patterns: list[str] | None) -> None:
@@ -32,7 +39,12 @@ def train_only(model_config, patterns: list[str] | None) -> None:
             raise ValueError(
                 f"--trainable {pattern} is no regular expression ({error}); examples: {EXAMPLES}"
             ) from None
-    model_config.pre_wrap_hooks.append(partial(freeze_others, patterns=patterns))
+    model_config.pre_wrap_hooks.append(partial(_freeze_or_exit, patterns=patterns))
+
+
+def _freeze_or_exit(models: list, patterns: list[str]) -> list:
+    with one_line_errors():  # Megatron calls this; the model is there by then
+        return freeze_others(models, patterns)
 
 
 def freeze_others(models: list, patterns: list[str]) -> list:
@@ -67,6 +79,8 @@ def global_names(models: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
                 if name.startswith(f"{layer}."):
                     name = f"{layer.rpartition('.')[0]}.{number}{name.removeprefix(layer)}"
                     break
+            for fused, plain in ALIASES.items():
+                name = name.replace(fused, plain)
             yield name, param
 
 

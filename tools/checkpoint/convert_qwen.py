@@ -14,6 +14,7 @@ Runs on the CPU, with one tensor of one layer in memory at a time. --out appears
 verified."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -82,18 +83,21 @@ def run(args: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the command line; what the user can mend ends in one line and exit code 1."""
     args = parse_arguments()
-    warnings.filterwarnings("ignore")  # of libraries, about GPUs and process groups that are not there
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for a GPU: the CPU does it all
+    logging.disable(logging.WARNING)  # of libraries, about GPUs and process groups that are not there
     try:
-        run(args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            run(args)
     except (ValueError, OSError) as error:
         sys.exit(f"convert_qwen: {' '.join(str(error).split())}")
     except RuntimeError as error:  # of torch's file writer, which hides the reason
-        sys.exit(
-            f"convert_qwen: cannot write {args.out}: {' '.join(str(error).split())[:200]}; is the disk full?"
-        )
+        reason = " ".join(str(error).split())[:200]
+        sys.exit(f"convert_qwen: cannot write {args.out}: {reason}; is the disk full?")
     except KeyboardInterrupt:
         sys.exit("convert_qwen: interrupted; nothing is left")
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class SafetensorsFolder:
             )
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{index} is damaged: it has no weight_map; download it again") from None
         missing = [name for name in names if not (self.folder / name).is_file()]
         if missing:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import (
     DefaultLoadPlanner,
@@ -35,6 +34,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_mtrain.presets import common_state
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -133,10 +134,10 @@ class TorchDistReader:
         self._reader = FileSystemReader(folder)
         try:
             self._metadata = self._reader.read_metadata()
-            self.common = load_common_state_dict(str(folder))
         except (EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
             raise ValueError(f"{folder} is damaged ({error}); copy it again") from None
         self._reader.set_up_storage_reader(self._metadata, True)
+        self.common = common_state(folder)
 
     @property
     def args(self) -> Namespace:

@@ -6,7 +6,6 @@ Megatron's model is built as pretrain_qwen.py builds it, from `--model`, and loa
 
 import contextlib
 import io
-import logging
 import os
 import sys
 from pathlib import Path
@@ -42,7 +41,6 @@ def verify(hf: Path, megatron: Path) -> str:
     tokens = torch.randint(0, model_shape(str(hf)).vocab_size, (1, TOKENS))
     expected = hf_logits(hf, tokens)
     flags = ["--model", str(hf), "--load", str(megatron), "--seq-length", str(TOKENS)]
-    logging.disable(logging.WARNING)
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron tells how it starts
         found = megatron_logits([*flags, *RUN], tokens)[..., : expected.size(-1)]
     error = float((found - expected).abs().max() / expected.abs().max())
