@@ -19,7 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .block_sparse import LN_2, LOG2_E, dkey_step, fit, in_registers, matrix, settle, vector
+from .block_sparse import dkey_step
+from .walk import CHECKED, LN_2, LOG2_E, fit, in_registers, matrix, settle, vector
 
 # Largest tile (queries x keys), warps and pipeline stages, for 16 bits.
 FORWARD = (128, 64, 4, 2)
@@ -113,7 +114,7 @@ def routed_dquery_kernel(
         dp = tl.dot(do, v.T, input_precision="ieee")
         ds = tl.exp2(scores * qk_scale - row_lse[:, None]) * (dp - row_delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
-        if D != 128:  # as in block_sparse.dquery_kernel
+        if not (CHECKED and D == 128):  # as in block_sparse.dquery_kernel
             acc = settle(acc)
     row, inside = _rows(row_index, head, begin, end, entries, ROWS)
     to = dquery + _places(row, head, heads, D)
