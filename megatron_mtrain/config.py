@@ -213,6 +213,7 @@ class AttentionConfig:
         own.setdefault("implementation", _FIXED_LAYOUT.get(attn_type, "stripe"))
         if attn_type == "xattn":
             own.setdefault("block_size", given.get("granularity", XattnConfig.granularity))
+            given.setdefault("granularity", own["block_size"])
         return cls(attn_type=attn_type, method=_method(attn_type, given), **own)
 
     @classmethod
@@ -360,4 +361,4 @@ def _check_int(name: str, value, least: int) -> None:
 
 def _check_choice(name: str, value, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(allowed)}")
+        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(str, allowed))}")

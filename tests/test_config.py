@@ -162,3 +162,57 @@ def test_tables_agree():
 
     assert set(BUILDERS) == set(ATTN_TYPES)
     assert len(shipped_patterns()) >= 8
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"moba_chunk_size": 4096, "moba_topk": 12},
+        {"moba_chunk_size": 4096, "moba_topk": 12, "implementation": "dr_stripe"},
+    ],
+)
+def test_the_published_moba_files_work_as_they_are(fields):
+    config = AttentionConfig.from_dict("moba", fields)
+    assert (config.method.moba_chunk_size, config.method.moba_topk, config.layout) == (4096, 12, "stripe")
+
+
+def test_the_published_xattn_file_works_as_it_is(tmp_path):
+    file = tmp_path / "xattn.yaml"
+    file.write_text(
+        "implementation: stripe\ngranularity: 128\nstride: 16\nnorm: 1\nsoftmax: true\nthreshold: 0.9\n"
+        "chunk_size: 16384\nselect_mode: inverse\nuse_triton: true\ncausal: true\nkdb: 1\nkeep_sink: false\n"
+        "keep_recent: false\n"
+    )
+    config = AttentionConfig.from_yaml("xattn", file)
+    assert (config.block_size, config.method.stride, config.method.threshold) == (128, 16, 0.9)
+
+
+def test_granularity_and_block_size_are_one_thing():
+    for fields in ({"granularity": 64}, {"block_size": 64}):
+        config = AttentionConfig.from_dict("xattn", fields)
+        assert config.block_size == config.method.granularity == 64
+
+
+@pytest.mark.parametrize(
+    ("attn_type", "fields", "message"),
+    [
+        ("moba", {}, "moba needs moba_chunk_size, for example"),
+        ("moba", {"moba_chunk_size": 4096, "moba_topk": 0}, "moba_topk 0"),
+        ("moba", {"moba_chunk_size": 100, "moba_topk": 2}, "100 is not a multiple of block_size 128"),
+        ("xattn", {"granularity": 64, "block_size": 128}, "granularity 64 and block_size 128 differ"),
+        ("xattn", {"stride": 12}, "stride 12 does not divide granularity 128"),
+        ("xattn", {"threshold": 1.5}, "threshold 1.5"),
+        ("xattn", {"norm": 0}, "norm 0 must be a number above 0"),
+        (
+            "xattn",
+            {"select_mode": "slash"},
+            "select_mode 'slash' is not supported; leave it out, or set inverse",
+        ),
+        ("xattn", {"kdb": 2}, "kdb 2 is not supported"),
+        ("xattn", {"keep_recent": "yes"}, "unknown keep_recent 'yes'"),
+        ("minfer", {**MINFER, "reuse": "all"}, "unknown reuse 'all'; choose one of nothing, index, output"),
+    ],
+)
+def test_refuses_fields_of_other_methods(attn_type, fields, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionConfig.from_dict(attn_type, fields)

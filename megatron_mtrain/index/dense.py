@@ -52,3 +52,9 @@ class DenseIndex(SparseIndex):
 def build(config, query, key, layout, rings, rank, **_) -> DenseIndex:
     """The dense index; the contents of query and key do not matter."""
     return DenseIndex(layout, rank, query.shape[1], query.shape[2], key.shape[2], query.device)
+
+
+if __name__ == "__main__":
+    from .draw import main
+
+    main("dense")

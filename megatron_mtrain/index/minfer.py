@@ -154,3 +154,9 @@ def _probe_rows(layout: Layout, rank: int, probes: int, device) -> tuple[torch.T
     places = layout.positions(rank) - (layout.num_tokens - probes)
     rows = (places >= 0).nonzero()[:, 0]
     return rows.to(device), places[rows].to(device)
+
+
+if __name__ == "__main__":
+    from .draw import main
+
+    main("minfer")

@@ -102,3 +102,9 @@ def build(config, query, key, layout, rings, *, rank: int, **_) -> ChunkIndex:
     chosen = choose_chunks(query, means, chunk_of_block, topk - 1, layout.block_size)
     row_start, row_index = route_rows(chosen, chunks, topk - 1)
     return ChunkIndex(layout, rank, chosen, row_start, row_index, size, key.shape[2])
+
+
+if __name__ == "__main__":
+    from .draw import main
+
+    main("moba")

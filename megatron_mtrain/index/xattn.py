@@ -106,3 +106,9 @@ def choose(scores, query_blocks, method) -> torch.Tensor:
     cap = torch.full((len(free),), scores.shape[-1], dtype=torch.int32, device=scores.device)
     kept = select(free, wanted.flatten(), cap).view(scores.shape)
     return (kept | always) & (distance >= 0)
+
+
+if __name__ == "__main__":
+    from .draw import main
+
+    main("xattn")
