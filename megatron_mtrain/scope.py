@@ -1,8 +1,8 @@
 """--trainable: train the parameters whose names match, freeze the others.
 
-A frozen parameter has no gradient, no float32 copy and no optimizer state. The names are those of Megatron's
-model with layers counted from 0 over all pipeline stages, such as
-decoder.layers.11.self_attention.linear_qkv.weight."""
+A frozen parameter has no gradient, no float32 copy and no optimizer state. The names are those of the
+checkpoint, such as decoder.layers.self_attention.linear_qkv.weight: a parameter of the layers is trained in
+all of them or in none, because the checkpoint keeps the optimizer state of all layers as one tensor."""
 
 import re
 from collections.abc import Iterator
@@ -10,13 +10,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from .arguments import one_line_errors
 
 EXAMPLES = (
-    "self_attention (all of attention), self_attention.linear_qkv (projections to query, key and value), "
-    r"mlp, embedding, layernorm, layers\.(30|31)\."
+    "self_attention (all of attention), linear_qkv (projections to query, key and value), linear_proj, mlp, "
+    "layernorm, embedding, output_layer; layers have no numbers"
 )
 # Transformer Engine keeps these norms in the linear layers after them; one pattern has to mean one thing.
 ALIASES = {
@@ -43,7 +42,7 @@ def train_only(model_config, patterns: list[str] | None) -> None:
 
 
 def _freeze_or_exit(models: list, patterns: list[str]) -> list:
-    with one_line_errors():  # Megatron calls this; the model is there by then
+    with one_line_errors():  # Megatron calls this, long after the arguments were checked
         return freeze_others(models, patterns)
 
 
@@ -53,7 +52,7 @@ def freeze_others(models: list, patterns: list[str]) -> list:
     Raises ValueError on every rank when a pattern finds nothing on any.
     """
     found = [0] * len(patterns)
-    for name, param in global_names(models):
+    for name, param in names(models):
         matches = [bool(re.search(pattern, name)) for pattern in patterns]
         param.requires_grad_(any(matches))
         found = [count + match for count, match in zip(found, matches, strict=True)]
@@ -65,26 +64,18 @@ def freeze_others(models: list, patterns: list[str]) -> list:
     return models
 
 
-def global_names(models: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """Every parameter with its name; a layer's number is the one in the whole model, not in its pipeline
-    stage."""
+def names(models: list) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Every parameter with its name, the same for local and Transformer Engine layers."""
     for model in models:
-        layers = {
-            name: module.layer_number - 1
-            for name, module in model.named_modules()
-            if isinstance(module, TransformerLayer)
-        }
         for name, param in model.named_parameters():
-            for layer, number in layers.items():
-                if name.startswith(f"{layer}."):
-                    name = f"{layer.rpartition('.')[0]}.{number}{name.removeprefix(layer)}"
-                    break
+            name = re.sub(r"\blayers\.\d+\.", "layers.", name)
             for fused, plain in ALIASES.items():
                 name = name.replace(fused, plain)
             yield name, param
 
 
 def _over_all_ranks(counts: list[int]) -> list[int]:
+    """Sums over ranks: a pipeline stage without embedding is no reason to refuse a pattern for it."""
     if not dist.is_initialized():
         return counts
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"

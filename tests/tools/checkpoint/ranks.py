@@ -4,6 +4,7 @@ Importing torch, Megatron and transformers costs seconds a process, so it happen
 """
 
 import contextlib
+import io
 import multiprocessing.connection
 import os
 import signal
@@ -84,3 +85,12 @@ def train(flags: list[str]) -> None:
     from tests.model.trainers import _nothing, _train
 
     _train(flags, _nothing)
+
+
+def convert_in_process(words: list[str]) -> str:
+    """What a command line of convert_qwen.py prints."""
+    from tools.checkpoint.convert_qwen import parse_arguments, run
+
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run(parse_arguments(words))
+    return printed.getvalue()
