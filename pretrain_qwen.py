@@ -22,10 +22,12 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 
 from megatron_mtrain.arguments import one_line_errors, parse_arguments
 from megatron_mtrain.batch import next_batch
+from megatron_mtrain.chunked_mlp import use_chunked_mlp
 from megatron_mtrain.config import AttentionConfig
 from megatron_mtrain.cpu import prepare_megatron
 from megatron_mtrain.loss import in_chunks
 from megatron_mtrain.model import use_sparse_attention
+from megatron_mtrain.offload import use_offload
 from megatron_mtrain.scope import train_only
 
 
@@ -36,6 +38,8 @@ def main() -> None:
         args, attention = parse_arguments()
         model_config = gpt_config_from_args(args)
         use_sparse_attention(model_config, attention)
+        use_chunked_mlp(model_config, args.mlp_chunk_size)
+        use_offload(model_config, args.offload_layer_inputs)
         train_only(model_config, args.trainable)
     pretrain(
         pretrain_cfg_container_from_args(args, model_config),

@@ -16,7 +16,7 @@ from megatron.training.argument_utils import ArgumentGroupFactory
 from megatron.training.arguments import parse_and_validate_args, parse_args
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from . import presets
+from . import chunked_mlp, offload, presets
 from .checks import check_vocabulary, validate
 from .config import AttentionConfig
 from .cpu import CPU_DEFAULTS
@@ -44,6 +44,12 @@ class AttentionArguments:
 
     loss_chunk_size: int = 2048
     """Tokens whose logits exist at a time in the loss; 0: Megatron's own loss, all logits at once."""
+
+    mlp_chunk_size: int = 0
+    """Tokens whose feed-forward activations exist at a time, made again in the backward; 0: all."""
+
+    offload_layer_inputs: bool = False
+    """With full recompute, keep the input of every layer in host memory until its backward."""
 
 
 # Over Megatron's own defaults, by argparse destination: the Qwen2.5 family, and what long contexts need.
@@ -98,7 +104,8 @@ def parse_arguments() -> tuple[Namespace, AttentionConfig]:
     args = parse_args(add_arguments)
     attention = validate(args)
     args = parse_and_validate_args(add_arguments, args_defaults=_derived_defaults(args))
-    presets.check(args)
+    for feature in (presets, chunked_mlp, offload):
+        feature.check(args)
     check_vocabulary(args)
     return args, attention
 
