@@ -20,7 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .walk import LN_2, LOG2_E
 
-# Tile (query x key cells), slice of a head, warps and pipeline stages.
+# Tile (query x key cells), slice of a head, warps and pipeline stages. Measured on an H200, bfloat16, 16
+# query and 2 key heads of size 128, 131072 tokens, stride 16 (2.2 TFLOP a pass), mass and scores in ms: 3.8
+# and 3.4; 3.6 and 3.5 with 4 stages, 4.8 and 4.1 with 128 x 128 on 4 warps, 5.0 and 4.2 on 8, 5.1 and 3.4
+# with 256 x 128. One flat loop over tiles and slices, which has to drain every product: 4.1 for the mass.
 MASS = (128, 256, 64, 8, 3)
 SCORES = (128, 256, 64, 8, 3)
 FLOAT32 = (32, 32, 32, 4, 1)  # serves tests: plain multiply-adds

@@ -16,6 +16,8 @@ from .reference import pack_bits, unpack_bits
 
 ROWS = 4096  # query rows gated at a time in torch: 16 heads and 256 chunks then take 64 MB
 MOST_CHUNKS = 512  # the gates of a tile of rows are held in registers
+# On an H200, 524288 rows, 16 heads, 128 chunks, 11 choices: choice 6.7 ms, count 0.6, place 2.6; 131072
+# rows and 32 chunks: 0.3, 0.04 and 0.2.
 SEGMENT = 256  # rows whose place in the lists a program computes together
 PARTS = 3  # bfloat16 numbers of 8 bits whose sum is a float32 mean
 

@@ -1,12 +1,12 @@
 """Attention of routed query rows, forward and backward, in Triton: on top of the tiles of a step (Routes).
 
-Forward and dQ take one launch per run, in order. The rows of a run are unique in a head, so a program
-reads the running result of its rows, goes on with the run's keys and writes it back: no atomics, and a
-fixed order of additions. One launch for all runs would need either a partial result per route (11 times
-the output for 12 chunks a row) or tiles of rows that attend the union of their runs; this way a row is
-read and written once per run, about 6 % of the forward at runs of 4096 keys. dK and dV take one launch: a
-program owns a tile of keys and loops over the rows that were sent to its run, of all query heads of its
-key head.
+Forward and dQ take one launch per run, in order. The rows of a run are unique in a head, so a program reads
+the running result of its rows, goes on with the run's keys and writes it back: no atomics, and a fixed
+order of additions. One launch for all runs would need either a partial result per route (11 times the
+output for 12 chunks a row) or tiles of rows that attend the union of their runs; this way a row is read and
+written once per run, by its bytes 7 % of the forward at most at runs of 4096 keys. dK and dV take one
+launch: a program owns a tile of keys and loops over the rows that were sent to its run, of all query heads
+of its key head.
 
 How many rows a run has is known on the device only. Grids are as large as it may be, and the programs
 without rows, which come last, leave at once. Beside the results, memory grows by 8 bytes a route in the
@@ -22,7 +22,11 @@ import triton.language as tl
 from .block_sparse import dkey_step
 from .walk import CHECKED, LN_2, LOG2_E, fit, in_registers, matrix, settle, vector
 
-# Largest tile (queries x keys), warps and pipeline stages, for 16 bits.
+# Largest tile (queries x keys), warps and pipeline stages, for 16 bits. Measured on an H200, bfloat16, 16
+# query and 2 key heads of size 128, 131072 tokens, 32 runs, 8.9 routes a row (39 TFLOP in the forward), in
+# ms: forward 85; 97 with 8 warps and 3 stages, 101 with 128 keys and 8 warps. dQ 102; 105 with 64 queries,
+# 4 warps and 2 stages. dK and dV 151; 145 with 128 keys, 8 warps and 5 stages (timed, its result not
+# compared with float64), 170 with 3 stages or 32 queries.
 FORWARD = (128, 64, 4, 2)
 BACKWARD_QUERY = (128, 64, 8, 4)
 BACKWARD_KEY = (64, 64, 4, 3)
