@@ -42,6 +42,10 @@ class AttentionArguments:
     """With activation recomputation, what the second forward takes over: nothing, index (the default), or
     output (also the result, two tensors a layer: no second pass round the ring)."""
 
+    ring_comm: str | None = None
+    """How keys and values travel, over what the YAML file says: ring (hop by hop, the default), or allgather
+    (all at once, for short rings on fast links)."""
+
     loss_chunk_size: int = 2048
     """Tokens whose logits exist at a time in the loss; 0: Megatron's own loss, all logits at once."""
 

@@ -11,7 +11,7 @@ from .index import SparseIndex, build_index
 from .kernels.merge import merge
 from .kernels.tiles import attend, attend_backward, row_delta
 from .layouts import Layout
-from .ring import Rings, bring_home, visit, world
+from .ring import Rings, bring_home, communicate, visit, world
 
 
 def sparse_ring_attention(  # noqa: PLR0913 - a fixed public signature
@@ -37,6 +37,7 @@ def sparse_ring_attention(  # noqa: PLR0913 - a fixed public signature
     """
     check_shards(query, key, value, layout, rings)
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    rings = communicate(rings, config.ring_comm)
     with torch.no_grad():
         index = build_index(config, query, key, layout, rings, layer, softmax_scale=scale)
     out = ring_attention(query, key, value, index, rings=rings, scale=scale, backend=config.backend)

@@ -54,6 +54,7 @@ def attention_config(args: Namespace) -> AttentionConfig:
         "implementation": args.attn_implementation,
         "backend": args.attn_kernels,
         "reuse": args.attn_reuse,
+        "ring_comm": args.ring_comm,
     }
     return replace(config, **{name: value for name, value in given.items() if value is not None})
 

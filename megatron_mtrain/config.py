@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import yaml
 
 from .kernels.tiles import BACKENDS
+from .ring import COMMUNICATION
 
 IMPLEMENTATIONS = ("zigzag", "stripe", "dr_stripe")
 REUSE = ("nothing", "index", "output")
-OWN_FIELDS = ("implementation", "block_size", "backend", "reuse")  # of every method, in YAML
+OWN_FIELDS = ("implementation", "block_size", "backend", "reuse", "ring_comm")  # of every method, in YAML
+LARGEST = 2**31 - 1  # of whole numbers: indices are int32 on the device
 PATTERNS = Path(__file__).parent / "patterns"
 SHIPPED = Path(__file__).parent / "train_attn_configs"
 
@@ -117,8 +119,9 @@ class XattnConfig:
                 f"stride {self.stride} does not divide granularity {self.granularity}; use a divisor, "
                 "such as 16 or 8"
             )
-        if isinstance(self.norm, bool) or not isinstance(self.norm, int | float) or self.norm <= 0:
-            raise ValueError(f"norm {self.norm!r} must be a number above 0")
+        norm = self.norm
+        if isinstance(norm, bool) or not isinstance(norm, int | float) or not 0 < norm <= LARGEST:
+            raise ValueError(f"norm {norm!r} must be a number above 0 and at most {LARGEST}")
         threshold = self.threshold
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
             raise ValueError(f"threshold {threshold!r} must be a number from 0 to 1")
@@ -154,6 +157,7 @@ class AttentionConfig:
     backend         kernels that run it: auto, or a name that must be able to run
     reuse           what a recomputed forward takes over from the first one: nothing, index, or output (index,
                     out and lse: no second ring pass, at two tensors a layer)
+    ring_comm       how shards travel: ring (hop by hop) or allgather (all at once: short rings on fast links)
     head_offset     first query head of this rank in the whole model (tensor parallelism)
     method          the method's own settings
     """
@@ -163,6 +167,7 @@ class AttentionConfig:
     block_size: int = 128
     backend: str = "auto"
     reuse: str = "index"
+    ring_comm: str = "ring"
     head_offset: int = 0
     method: Any = field(default_factory=DenseConfig)
 
@@ -171,6 +176,7 @@ class AttentionConfig:
         _check_choice("implementation", self.implementation, IMPLEMENTATIONS)
         _check_choice("backend", self.backend, BACKENDS)
         _check_choice("reuse", self.reuse, REUSE)
+        _check_choice("ring_comm", self.ring_comm, COMMUNICATION)
         _check_int("block_size", self.block_size, 1)
         _check_int("head_offset", self.head_offset, 0)
         needed = _FIXED_LAYOUT.get(self.attn_type, self.implementation)
@@ -224,7 +230,7 @@ class AttentionConfig:
         path = _find(path_or_name, SHIPPED, ".yaml", "train-attn-config")
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: 2026-13-40
             raise ValueError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from None
         if content is None:
             content = {}
@@ -301,7 +307,7 @@ def load_pattern(name: str) -> tuple[tuple[HeadPattern, ...], ...]:
     path = _find(name, PATTERNS, ".json", "pattern_config_name")
     try:
         layers = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not readable JSON: {error}") from None
     if not isinstance(layers, list) or not layers:
         raise ValueError(f"{path} must hold a list with one object per layer")
@@ -346,8 +352,11 @@ def _find(name: str | Path, folder: Path, suffix: str, what: str) -> Path:
     if Path(name).name == str(name):
         candidates.append(folder / f"{str(name).removesuffix(suffix)}{suffix}")
     for path in candidates:
-        if path.is_file():
-            return path
+        try:
+            if path.is_file():
+                return path
+        except OSError:  # a name too long for a file
+            continue
     shipped = sorted(path.stem for path in folder.glob(f"*{suffix}"))
     raise ValueError(
         f"{what} {str(name)!r} is neither a file nor a shipped name; shipped: {', '.join(shipped)}"
@@ -357,6 +366,8 @@ def _find(name: str | Path, folder: Path, suffix: str, what: str) -> Path:
 def _check_int(name: str, value, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} {value!r} must be a whole number of at least {least}")
+    if value > LARGEST:
+        raise ValueError(f"{name} {value} must be at most {LARGEST}, what an index of 32 bits can count")
 
 
 def _check_choice(name: str, value, allowed: tuple[str, ...]) -> None:

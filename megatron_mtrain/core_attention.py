@@ -13,6 +13,7 @@ from .attention import check_shards, ring_attention, ring_forward
 from .config import AttentionConfig
 from .index import build_index
 from .layouts import make_layout
+from .ring import communicate
 
 
 class SparseRingAttention(MegatronModule):
@@ -46,7 +47,8 @@ class SparseRingAttention(MegatronModule):
         self.kept: deque = deque()  # what the first forward of a recomputed layer left for the second one
         self.recomputed = getattr(config, "recompute_granularity", None) is not None
         self.world_size = config.context_parallel_size
-        self.rings = attention_rings(pg_collection, self.world_size, two_level=attention.two_level)
+        rings = attention_rings(pg_collection, self.world_size, two_level=attention.two_level)
+        self.rings = communicate(rings, attention.ring_comm)
         self.tensor_rank = pg_collection.tp.rank() if getattr(pg_collection, "tp", None) is not None else 0
 
     def forward(

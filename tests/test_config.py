@@ -211,6 +211,11 @@ def test_granularity_and_block_size_are_one_thing():
         ("xattn", {"kdb": 2}, "kdb 2 is not supported"),
         ("xattn", {"keep_recent": "yes"}, "unknown keep_recent 'yes'"),
         ("minfer", {**MINFER, "reuse": "all"}, "unknown reuse 'all'; choose one of nothing, index, output"),
+        (
+            "minfer",
+            {**MINFER, "ring_comm": "tree"},
+            "unknown ring_comm .tree.; choose one of ring, allgather",
+        ),
     ],
 )
 def test_refuses_fields_of_other_methods(attn_type, fields, message):

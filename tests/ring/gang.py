@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 SHAPES = ([1], [2], [3], [4], [2, 2], [1, 4], [4, 1])
+MORE_SHAPES = ([8], [2, 3], [4, 2])  # for fewer cases: they take longer
 SIZE = 8
 TIMEOUT = 300  # seconds for one request; the slowest takes a few
 
@@ -70,7 +71,7 @@ def _worker(rank: int, address: str, pipe) -> None:
         torch.cuda.set_device(rank)
     backend = "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=SIZE)
-    rings = {tuple(shape): _rings(shape, rank) for shape in SHAPES}
+    rings = {tuple(shape): _rings(shape, rank) for shape in (*SHAPES, *MORE_SHAPES)}
     while (request := pipe.recv()) is not None:
         shape, job = request
         size = math.prod(shape)
