@@ -172,7 +172,7 @@ def dkey_step(scores, q, v, do, lse, delta, dk, dv, qk_scale):
 @triton.jit
 def dkey_kernel(
     query, key, value, grad_out, lse, delta, dkey, dvalue, key_count, key_index, qk_scale, scale, m, n,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    slots, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // ROWS
@@ -181,7 +181,7 @@ def dkey_kernel(
     first = tl.program_id(0) % tiles * TILE
     block = first // BLOCK
     row = key_head * n + block
-    ids = key_index + row.to(tl.int64) * (GROUP * m)
+    ids = key_index + row.to(tl.int64) * slots
     steps = tl.load(key_count + row) * parts
 
     k = key.load([first, key_head * D])
@@ -275,7 +275,7 @@ def backward_key(
         matrix(query, rows), matrix(key, tile), matrix(value, tile), matrix(grad_out, rows),
         vector(lse, rows), vector(delta, rows), dkey, dvalue, tiles.key_count, tiles.key_index,
         qk_scale=scale * LOG2_E, scale=scale, m=s // tiles.block_size, n=t // tiles.block_size,
-        GROUP=h // g, D=d, BLOCK=tiles.block_size, ROWS=rows, TILE=tile,
+        slots=tiles.key_index.shape[-1], GROUP=h // g, D=d, BLOCK=tiles.block_size, ROWS=rows, TILE=tile,
         DIAGONAL=tiles.diagonal, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dkey, dvalue

@@ -12,12 +12,12 @@ import torch
 ROWS = 512  # query tokens at a time: the scores of 4 heads and 4096 keys then take 32 MB
 
 
-def block_mask(tiles) -> torch.Tensor:
-    """The listed tiles as bool [b, h, m, n]."""
+def block_mask(tiles, num_blocks: int) -> torch.Tensor:
+    """The listed tiles as bool [b, h, m, num_blocks], for that number of key blocks."""
     count, index = tiles.block_count, tiles.block_index
     slots = torch.arange(index.shape[-1], device=index.device)
     listed = slots < count[..., None]
-    mask = torch.zeros(index.shape, dtype=torch.int32, device=index.device)
+    mask = torch.zeros(*count.shape, num_blocks, dtype=torch.int32, device=index.device)
     ids = torch.where(listed, index, 0).long()
     return mask.scatter_add_(-1, ids, listed.int()).bool()
 
@@ -39,7 +39,7 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 def token_mask(tiles, blocks: slice, listed: torch.Tensor) -> torch.Tensor:
     """Which keys the tokens of the query blocks `blocks` attend: bool [b, h, tokens, t].
 
-    `listed` is block_mask(tiles): passed in because it is shared by all row ranges.
+    `listed` is block_mask(tiles, n): passed in because it is shared by all row ranges.
     """
     size, (b, h, m, n) = tiles.block_size, listed.shape
     rows = listed[:, :, blocks]
@@ -86,7 +86,7 @@ def attend(query, key, value, tiles, scale: float) -> tuple[torch.Tensor, torch.
     out = torch.empty_like(query, dtype=_accumulator(query))
     lse = torch.empty(*query.shape[1:3], query.shape[0], dtype=out.dtype, device=query.device)
     k, v = _per_head(key), _per_head(value)
-    for rows, reach, mask in _row_ranges(query, tiles):
+    for rows, reach, mask in _row_ranges(query, key, tiles):
         scores = _scores(query[rows], k[..., :reach, :], scale).masked_fill_(~mask, -torch.inf)
         row_lse = torch.logsumexp(scores, -1)
         probability = torch.exp_(scores.sub_(_finite(row_lse)[..., None]))
@@ -110,7 +110,7 @@ def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, 
     dq = torch.empty_like(query, dtype=_accumulator(query))
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     groups = k.shape[1]
-    for rows, reach, mask in _row_ranges(query, tiles):
+    for rows, reach, mask in _row_ranges(query, key, tiles):
         scores = _scores(query[rows], k[..., :reach, :], scale).masked_fill_(~mask, -torch.inf)
         probability = torch.exp_(scores.sub_(_finite(lse[..., rows])[..., None]))
         do = _grouped(grad_out[rows], groups)
@@ -157,9 +157,9 @@ def _finite(lse) -> torch.Tensor:
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
-def _row_ranges(query, tiles):
+def _row_ranges(query, key, tiles):
     """Row ranges with the number of keys that any of them can reach and their mask over those keys."""
-    listed = block_mask(tiles)
+    listed = block_mask(tiles, len(key) // tiles.block_size)
     size, m, n = tiles.block_size, listed.shape[2], listed.shape[3]
     step = max(1, ROWS // size)
     for first in range(0, m, step):

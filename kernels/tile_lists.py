@@ -131,6 +131,33 @@ def list_by_key(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     return key_lists(mask, groups)
 
 
+def list_ranges(first, count, slots: int, *, batch: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lists of query blocks that attend a range of key blocks, alike for every batch entry and head.
+
+    Query block i attends key blocks first[i] .. first[i] + count[i] - 1, at most `slots`; first and count
+    int64 [m]. Returns count int32 [batch, heads, m] and index int32 [batch, heads, m, slots].
+    """
+    index = first[:, None] + torch.arange(slots, device=first.device)
+    shape = (batch, heads, -1)
+    return count.int().expand(*shape).contiguous(), index.int().expand(*shape, -1).contiguous()
+
+
+def list_key_ranges(
+    first, count, slots: int, *, num_blocks: int, batch: int, heads: int, groups: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`list_ranges` by key block: query blocks first[j] .. first[j] + count[j] - 1 attend key block j.
+
+    first and count int64 [n], num_blocks the number m of query blocks. Returns count int32 [batch, groups, n]
+    and index int32 [batch, groups, n, (heads / groups) * slots], entries as in `list_by_key`.
+    """
+    members = heads // groups
+    entry = torch.arange(members * slots, device=first.device)
+    each = count.clamp(min=1)[:, None]
+    index = entry // each * num_blocks + first[:, None] + entry % each
+    shape = (batch, groups, -1)
+    return (members * count).int().expand(*shape).contiguous(), index.int().expand(*shape, -1).contiguous()
+
+
 def list_columns(selected, slashes: Slashes, block_size: int, slots: int) -> Columns:
     """The selected key tokens of every head, and which query blocks see them.
 

@@ -63,8 +63,9 @@ class Tiles(NamedTuple):
     """What the local queries attend in the visiting key shard. All tensors are contiguous.
 
     block_count  int32 [b, h, m], number of attended key blocks of every query block
-    block_index  int32 [b, h, m, n], their local ids in the first `block_count` slots, ascending; what the
-                 other slots hold is undefined
+    block_index  int32 [b, h, m, k], their local ids in the first `block_count` slots, ascending; what the
+                 other slots hold is undefined. k is n, or less where no list is longer and there are no
+                 columns
     diagonal     bool, whether the key shard is the queries' own: then the tile (i, i) is masked causally
                  inside and every other tile is attended whole
     block_size   tokens of a block
@@ -72,8 +73,8 @@ class Tiles(NamedTuple):
     routes       Routes or None
     rectangle    Rectangle or None: the same tiles in short, for kernels that need no lists
     key_count    int32 [b, g, n] and
-    key_index    int32 [b, g, n, (h / g) * m], the same tiles listed by key block and key head, for dK and dV:
-                 an entry is (query head within its group) * m + query block, ascending. None in a forward.
+    key_index    int32 [b, g, n, k'], the same tiles listed by key block and key head, for dK and dV: an entry
+                 is (query head within its group) * m + query block, ascending. None in a forward
     """
 
     block_count: torch.Tensor

@@ -43,7 +43,7 @@ def attend_backward(grad_out, query, key, value, out, lse, tiles, scale: float, 
         delta = row_delta(grad_out, out)
     lse, delta = block_sparse.base_2(lse).contiguous(), delta.contiguous()
     if tiles.key_count is None:
-        tiles = with_key_lists(tiles, key.shape[2])
+        tiles = with_key_lists(tiles, key)
     dkey, dvalue = block_sparse.backward_key(grad_out, query, key, value, lse, delta, tiles, scale)
     keys, values = key, value
     if tiles.columns is not None:
@@ -64,12 +64,13 @@ def row_delta(grad_out, out) -> torch.Tensor:
     return block_sparse.row_delta(grad_out.contiguous(), out.contiguous())
 
 
-def with_key_lists(tiles, groups: int):
-    """`tiles` with its lists by key block and key head, for callers that have only those by query block.
+def with_key_lists(tiles, key):
+    """`tiles` with its lists by block and head of key [t, b, g, d], for callers without them.
 
     Works for any lists, through a mask [b, h, m, n]; an index that knows its structure writes them faster.
     """
-    key_count, key_index = list_by_key(block_mask(tiles), groups)
+    mask = block_mask(tiles, len(key) // tiles.block_size)
+    key_count, key_index = list_by_key(mask, key.shape[2])
     return tiles._replace(key_count=key_count, key_index=key_index)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels.tile_lists import list_by_key, list_by_query
+from ..kernels.tile_lists import list_key_ranges, list_ranges
 from ..kernels.tiles import Rectangle, Tiles
 from .sparse_index import SparseIndex, causal_mask
 
@@ -19,11 +19,16 @@ class DenseIndex(SparseIndex):
     device: torch.device
 
     def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
-        mask = self.block_distance(source, self.device) >= 0
-        count, index = list_by_query(mask.expand(self.batch, self.heads, -1, -1))
-        key_count, key_index = None, None
+        query, key = (self.layout.blocks(rank, self.device) for rank in (self.rank, source))
+        zero = torch.zeros_like(query)
+        shape = {"batch": self.batch, "heads": self.heads}
+        count, index = list_ranges(zero, torch.searchsorted(key, query, right=True), len(key), **shape)
+        key_count = key_index = None
         if by_key:
-            key_count, key_index = list_by_key(mask.expand(self.batch, self.heads, -1, -1), self.groups)
+            earlier = torch.searchsorted(query, key)
+            later = len(query) - earlier
+            shape |= {"groups": self.groups, "num_blocks": len(query)}
+            key_count, key_index = list_key_ranges(earlier, later, len(query), **shape)
         return Tiles(
             count,
             index,

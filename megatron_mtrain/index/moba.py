@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels.route import choose_chunks, chunk_sums, route_rows
-from ..kernels.tile_lists import list_by_key, list_by_query
+from ..kernels.tile_lists import list_key_ranges, list_ranges
 from ..kernels.tiles import Routes, Tiles
 from ..ring import all_gather, all_reduce
 from .sparse_index import SparseIndex, causal_mask
@@ -49,17 +49,21 @@ class ChunkIndex(SparseIndex):
     groups: int
 
     def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
-        device, size, per_chunk = (
-            self.chosen.device,
-            self.layout.block_size,
-            self.chunk_size // self.layout.block_size,
-        )
+        device, size = self.chosen.device, self.layout.block_size
+        per_chunk = self.chunk_size // size
         query, key = (self.layout.blocks(rank, device) for rank in (self.rank, source))
-        own = (query[:, None] >= key) & (query[:, None] // per_chunk == key // per_chunk)
+        # Blocks ascend and a chunk's blocks are dealt evenly, so its local blocks are a range, and few.
+        slots = min(per_chunk, len(key))
         b, h, chunks = *self.row_start.shape[:2], self.row_start.shape[2] - 1
-        mask = own.expand(b, h, -1, -1)
-        count, index = list_by_query(mask)
-        key_count, key_index = list_by_key(mask, self.groups) if by_key else (None, None)
+        first = torch.searchsorted(key, query // per_chunk * per_chunk)
+        after = torch.searchsorted(key, query, right=True)
+        count, index = list_ranges(first, after - first, slots, batch=b, heads=h)
+        key_count = key_index = None
+        if by_key:
+            first = torch.searchsorted(query, key)
+            after = torch.searchsorted(query, (key // per_chunk + 1) * per_chunk)
+            shape = {"batch": b, "heads": h, "groups": self.groups, "num_blocks": len(query)}
+            key_count, key_index = list_key_ranges(first, after - first, slots, **shape)
         # Blocks ascend, so a chunk's keys stand together in every shard.
         borders = torch.arange(chunks + 1, device=device) * per_chunk
         key_start = (torch.searchsorted(key, borders) * size).int()

@@ -67,8 +67,8 @@ def test_large_scores(draw):
 
 def test_key_lists_given_or_derived(draw):
     step = draw((4, 2), (4, 5), 16, 32, HALF, diagonal=False)
-    derived = triton_backend.with_key_lists(step.tiles, 2)
-    mask = reference.block_mask(step.tiles)
+    derived = triton_backend.with_key_lists(step.tiles, step.key)
+    mask = reference.block_mask(step.tiles, 5)
     for g in range(2):
         for n in range(5):
             wanted = mask[0, 2 * g : 2 * g + 2, :, n].flatten().nonzero().flatten()

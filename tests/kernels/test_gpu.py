@@ -48,7 +48,7 @@ def test_error_at_most_half_more_than_sdpa(draw, heads, head_dim, columns, batch
     count += without.int()
     step = step._replace(tiles=step.tiles._replace(block_count=count, block_index=index))
     scale = head_dim**-0.5
-    mask = reference.token_mask(step.tiles, slice(0, 16), reference.block_mask(step.tiles))
+    mask = reference.token_mask(step.tiles, slice(0, 16), reference.block_mask(step.tiles, 16))
     truth = exact(step, scale)
     names, wanted = ("out", "dq", "dk", "dv"), (truth[0], *truth[2:])
     first, second = ours(step, scale), ours(step, scale)
@@ -97,7 +97,7 @@ def test_more_than_2_31_elements():
         count = (rows > 0).int() + 1
         return Tiles(count.expand(batch, heads, -1).contiguous(), lists, True, 128)
 
-    tiles = triton_backend.with_key_lists(band(m), 2)
+    tiles = triton_backend.with_key_lists(band(m), key)
     out, lse = triton_backend.attend(query, key, value, tiles, 0.1)
     grads = triton_backend.attend_backward(grad_out, query, key, value, out, lse, tiles, 0.1)
     tail = [x[-near * 128 :].double() for x in (query, key, value, grad_out)]

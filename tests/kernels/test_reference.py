@@ -32,7 +32,7 @@ def test_lists_are_ascending_and_complete():
     for b, h, m in torch.cartesian_prod(torch.arange(2), torch.arange(4), torch.arange(5)).tolist():
         assert index[b, h, m, : count[b, h, m]].tolist() == mask[b, h, m].nonzero()[:, 0].tolist()
     tiles = Tiles(count, index, False, 8)
-    assert torch.equal(block_mask(tiles), mask)
+    assert torch.equal(block_mask(tiles, 7), mask)
 
 
 def test_key_lists_name_every_head_of_the_group():

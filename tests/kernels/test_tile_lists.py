@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from megatron_mtrain.kernels import tile_lists
-from megatron_mtrain.kernels.tile_lists import Slashes, key_lists, list_by_key, list_by_query, query_lists
+from megatron_mtrain.kernels.tile_lists import (
+    Slashes,
+    key_lists,
+    list_by_key,
+    list_by_query,
+    list_key_ranges,
+    list_ranges,
+    query_lists,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -49,3 +57,24 @@ def test_columns(monkeypatch, slots, source):
     actual = tile_lists.list_columns(selected.to(DEVICE), moved(slashes), 16, slots)
     for name, a, e in zip(expected._fields, actual, expected, strict=True):
         assert torch.equal(a.cpu(), e), name
+
+
+def test_ranges_equal_the_lists_of_their_mask():
+    first, count = torch.tensor([0, 0, 2, 3, 5]), torch.tensor([1, 2, 2, 0, 2])
+    blocks = torch.arange(7)
+    mask = (blocks >= first[:, None]) & (blocks < (first + count)[:, None])
+    same_lists(list_ranges(first, count, 2, batch=2, heads=4), narrowed(list_by_query(expand(mask)), 2))
+    first = torch.tensor([0, 1, 2, 2, 5, 4, 4])
+    count = torch.tensor([2, 1, 1, 1, 0, 1, 1])
+    rows = torch.arange(5)[:, None]
+    mask = (rows >= first) & (rows < first + count)
+    actual = list_key_ranges(first, count, 2, num_blocks=5, batch=2, heads=4, groups=2)
+    same_lists(actual, narrowed(list_by_key(expand(mask), 2), 4))
+
+
+def expand(mask):
+    return mask.expand(2, 4, -1, -1)
+
+
+def narrowed(lists, slots):
+    return lists[0], lists[1][..., :slots]
