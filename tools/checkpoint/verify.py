@@ -30,7 +30,15 @@ TOLERANCE = 1e-4  # of the largest logit; the order of float32 sums gives about 
 RUN = (
     *("--tokenizer-type", "NullTokenizer", "--mock-data", "--split", "100,0,0", "--num-workers", "0"),
     *("--micro-batch-size", "1", "--global-batch-size", "1", "--lr", "0", "--train-iters", "1"),
-    *("--eval-iters", "0", "--attn-type", "dense", "--exit-on-missing-checkpoint"),
+    *(
+        "--eval-iters",
+        "0",
+        "--attn-type",
+        "dense",
+        "--exit-on-missing-checkpoint",
+        "--no-load-optim",
+        "--no-load-rng",
+    ),
 )
 
 

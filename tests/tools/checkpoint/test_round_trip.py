@@ -61,13 +61,14 @@ def test_bf16_model_survives(convert, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2 tied gqa4", "qwen3 tied gqa8"])
-def test_bits_survive_a_run(ranks, converted, convert, tmp_path, name):
+def test_bits_survive_a_run(ranks, converted, tmp_path, name):
     """A step of rate 0 on two tensor-parallel ranks; then the folder that the run names is enough."""
     hf, megatron, *_ = converted(name)
     files = ["--model", str(hf), "--load", str(megatron), "--save", str(tmp_path / "trained")]
     extended = ["--rope-scaling", "yarn:8:128", "--seq-length", "512", "--tensor-model-parallel-size", "2"]
     ranks.run(2, train, [*RUN, *files, *extended])
-    convert("to-hf", "--megatron", tmp_path / "trained", "--out", tmp_path / "back")
+    back = ["to-hf", "--megatron", str(tmp_path / "trained"), "--out", str(tmp_path / "back"), "--verify"]
+    ranks.run(1, convert_in_process, back)
     assert_same_model(tmp_path / "back", hf)
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "back").config
     assert config.rope_parameters["rope_type"] == "yarn"

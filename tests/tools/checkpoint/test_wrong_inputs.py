@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -151,10 +152,11 @@ def test_empty_target_is_used(converted, convert, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 
 
-def test_interrupted(tmp_path):
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_stopped(tmp_path, kind):
     with pytest.raises(KeyboardInterrupt), new_folder(tmp_path / "made") as scratch:
         (scratch / "half").write_text("")
-        raise KeyboardInterrupt
+        signal.raise_signal(kind)
     assert list(tmp_path.iterdir()) == []
 
 
