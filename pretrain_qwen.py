@@ -25,6 +25,7 @@ from megatron_mtrain.batch import next_batch
 from megatron_mtrain.chunked_mlp import use_chunked_mlp
 from megatron_mtrain.config import AttentionConfig
 from megatron_mtrain.cpu import prepare_megatron
+from megatron_mtrain.guards import explained
 from megatron_mtrain.loss import in_chunks
 from megatron_mtrain.model import use_sparse_attention
 from megatron_mtrain.offload import use_offload
@@ -41,12 +42,13 @@ def main() -> None:
         use_chunked_mlp(model_config, args.mlp_chunk_size)
         use_offload(model_config, args.offload_layer_inputs)
         train_only(model_config, args.trainable)
-    pretrain(
-        pretrain_cfg_container_from_args(args, model_config),
-        datasets_provider,
-        ModelType.encoder_or_decoder,
-        partial(forward_step, attention=attention),
-    )
+    with explained():
+        pretrain(
+            pretrain_cfg_container_from_args(args, model_config),
+            datasets_provider,
+            ModelType.encoder_or_decoder,
+            partial(forward_step, attention=attention),
+        )
 
 
 def forward_step(samples, model, *, attention: AttentionConfig):

@@ -74,6 +74,8 @@ RUN_DEFAULTS = {
     # The mask would be [N, N] (Megatron-LM #1025); this attention is causal by position.
     "create_attention_mask_in_dataloader": False,
     "micro_batch_size": 1,
+    # Megatron's own default lets NaN pass in the first step after every start, into the weights.
+    "rerun_mode": "disabled",
     "save_interval": 1000,
     # A checkpoint resumes on any number of tensor- and pipeline-parallel ranks, optimizer state included.
     "dist_ckpt_optim_fully_reshardable": True,

@@ -11,6 +11,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from .attention import check_shards, ring_attention, ring_forward
 from .config import AttentionConfig
+from .guards import Watch
 from .index import build_index
 from .layouts import make_layout
 from .ring import communicate
@@ -44,6 +45,7 @@ class SparseRingAttention(MegatronModule):
         self.attention = attention
         self.layer = layer_number - 1  # Megatron counts from 1, across pipeline stages
         self.softmax_scale = softmax_scale
+        self.watch = Watch(self.layer)
         self.kept: deque = deque()  # what the first forward of a recomputed layer left for the second one
         self.recomputed = getattr(config, "recompute_granularity", None) is not None
         self.world_size = config.context_parallel_size
@@ -75,6 +77,7 @@ class SparseRingAttention(MegatronModule):
         layout = make_layout(self.attention.layout, num_tokens, self.world_size, self.attention.block_size)
         tensors = [tensor.contiguous() for tensor in (query, key, value)]
         check_shards(*tensors, layout, self.rings)
+        self.watch.see(**dict(zip(("query", "key", "value"), tensors, strict=True)))
         return self._attend(*tensors, layout).flatten(2)
 
     def _attend(self, query, key, value, layout) -> torch.Tensor:
