@@ -19,6 +19,8 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -58,26 +60,39 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Converts. Raises ValueError for input that cannot be converted; nothing is left then."""
+    """Converts. Raises ValueError for what cannot be converted or written; nothing is left then."""
     check_vacant(args.out)
     from tools.checkpoint import conversion  # seconds to import: what is wrong at a glance is said before
 
     start = time.monotonic()
     dtype = conversion.DTYPES.get(args.dtype)
     with new_folder(args.out) as scratch:
-        if args.direction == "to-megatron":
-            shape = conversion.to_megatron(args.hf, scratch, dtype)
-            pair = args.hf, scratch
-        else:
-            shape = conversion.to_hf(args.megatron, scratch, args.hf_config, dtype)
-            pair = scratch, args.megatron
+        with _naming_failed_writes(args.out):
+            if args.direction == "to-megatron":
+                shape = conversion.to_megatron(args.hf, scratch, dtype)
+            else:
+                shape = conversion.to_hf(args.megatron, scratch, args.hf_config, dtype)
         if args.verify:
             from tools.checkpoint.verify import verify
 
+            pair = (args.hf, scratch) if args.direction == "to-megatron" else (scratch, args.megatron)
             print(verify(*pair))
     seconds = time.monotonic() - start
     made = f"{shape.family}, {shape.num_layers} layers, vocabulary {shape.vocab_size}"
     print(f"{args.out}: {made}, {seconds:.1f} s")
+
+
+@contextmanager
+def _naming_failed_writes(out: Path) -> Iterator[None]:
+    """Says which folder could not be written: write() knows the reason alone, torch's writer not even
+    that."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot write {error.filename or out}: {error.strerror or error}") from None
+    except RuntimeError as error:
+        reason = error.__context__ or error
+        raise ValueError(f"cannot write {out}: {reason}; is there room for the weights?") from None
 
 
 def main() -> None:
@@ -91,9 +106,6 @@ def main() -> None:
             run(args)
     except (ValueError, OSError) as error:
         sys.exit(f"convert_qwen: {' '.join(str(error).split())}")
-    except RuntimeError as error:  # of torch's file writer, which hides the reason
-        reason = " ".join(str(error).split())[:200]
-        sys.exit(f"convert_qwen: cannot write {args.out}: {reason}; is the disk full?")
     except KeyboardInterrupt:
         sys.exit("convert_qwen: interrupted; nothing is left")
     finally:

@@ -1,6 +1,7 @@
 """What cannot be converted: one message that names value, rule and way out, and nothing left behind."""
 
 import json
+import resource
 import shutil
 import signal
 import subprocess
@@ -144,6 +145,20 @@ def test_target_that_is_taken(source, refuse, tmp_path):
     assert "is a file" in refuse("to-megatron", "--hf", source, out=tmp_path / "taken" / "file")
     assert "does not exist" in refuse("to-megatron", "--hf", source, out=tmp_path / "no" / "where")
     assert [path.name for path in (tmp_path / "taken").iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("direction", ["to-megatron", "to-hf"])
+def test_no_room(source, trained, refuse, direction):
+    """A limit on the size of files fails a write as a full disk does."""
+    words = {"to-megatron": ["--hf", source], "to-hf": ["--megatron", trained]}[direction]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    try:
+        message = refuse(direction, *words)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot write" in message
+    assert "File too large" in message
 
 
 def test_empty_target_is_used(converted, convert, tmp_path):
