@@ -1,9 +1,9 @@
 """The highest scores of every row, by mass or by number, as a mask: a threshold is found, nothing is sorted.
 
-Scores lie in [0, 2), so their bit patterns sort like their values and bit 30 is never set. A pass tries the
-sixteen values of the next four bits of the threshold at once, each row in PARTS pieces; the next pass first
-settles those bits. Of the scores equal to the threshold the first ones are taken, as many as the budget still
-wants.
+Scores are not negative, so their bit patterns sort like their values and bit 31 is never set. A pass tries
+the sixteen values of the next four bits of the threshold at once, each row in PARTS pieces; the next pass
+first settles those bits. A short row is held in registers by one program instead. Of the scores equal to the
+threshold the first ones are taken, as many as the budget still wants.
 
 Legend: b batch, h heads, N scores of a row.
 """
@@ -14,14 +14,15 @@ import triton.language as tl
 
 # 131072 scores, 32 rows: one program a row is bound by load latency; 16 pieces a row fill the GPU.
 PARTS = 16
+SHORT = 8192  # scores of a row that one program holds in registers: one read instead of one a pass
 CHUNK = 256  # 16 thresholds x 256 scores: sums stay in registers until the end
 PASSES = 8
 
 
 @triton.jit
 def _digits(step):
-    """Values that the bits of a pass can take: the first has two bits left below bit 30, the others four."""
-    return tl.where(step == 0, 4, 16)
+    """Values that the bits of a pass can take: the first has three bits below the sign, the others four."""
+    return tl.where(step == 0, 8, 16)
 
 
 @triton.jit
@@ -122,12 +123,35 @@ def mask_kernel(scores, state, ties, left, mask, length, rows, part_length, step
         remaining -= tl.sum(equal, 0)
 
 
+@triton.jit
+def short_rows_kernel(scores, share, cap, mask, length, LENGTH: tl.constexpr):
+    """The mask of one whole row, held in registers: the threshold is found a bit at a time."""
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, LENGTH)
+    wanted, limit = tl.load(share + row), tl.load(cap + row)
+    score = tl.load(scores + row * length + at, mask=at < length, other=-1.0)
+    x = score.to(tl.int32, bitcast=True)
+    threshold = 0
+    for bit in range(31):
+        trial = threshold | (1 << (30 - bit))
+        count = tl.sum((x >= trial).to(tl.int32), 0)
+        mass = tl.sum(tl.where(x >= trial, score, 0.0).to(tl.float64), 0)
+        threshold = tl.where((count >= limit) | (mass >= wanted), trial, threshold)
+    above = tl.sum((x > threshold).to(tl.int32), 0)
+    mass = tl.sum(tl.where(x > threshold, score, 0.0).to(tl.float64), 0)
+    level = threshold.to(tl.float32, bitcast=True).to(tl.float64)
+    lacking = tl.where(mass < wanted, tl.ceil((wanted - mass) / tl.maximum(level, 1e-300)), 0.0)
+    left = tl.minimum((limit - above).to(tl.float64), lacking).to(tl.int32)
+    equal = (x == threshold).to(tl.int32)
+    keep = (x > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) <= left))
+    tl.store(mask + row * length + at, keep, mask=at < length)
+
+
 def select(scores, share, cap) -> torch.Tensor:
     """The highest scores of every row: bool, shaped like `scores`.
 
-    scores [rows, N] in [0, 2); share float64 [rows] (inf: no bound by mass) and cap int32 [rows]. Descending,
-    ties to the lower position, an entry is kept while the mass before it is below its row's share (so the one
-    that crosses it is kept) and fewer than cap are kept. The mass is summed in float64.
+    scores [rows, N] of at least 0; share float64 [rows] (inf: no bound by mass) and cap int32 [rows].
+    Descending, ties to the lower position, an entry is kept while the mass before it is below its row's share
+    (so the one that crosses it is kept) and fewer than cap are kept. The mass is summed in float64.
     """
     if not scores.is_cuda:
         return select_by_sorting(scores, share, cap)
@@ -146,13 +170,18 @@ def select_by_sorting(scores, share, cap) -> torch.Tensor:
 def select_by_threshold(scores, share, cap) -> torch.Tensor:
     """`select` without sorting, for float32 scores; no host synchronisation."""
     rows, length = scores.shape
+    mask = torch.empty_like(scores, dtype=torch.bool)
+    if length <= SHORT:
+        padded = triton.next_power_of_2(length)
+        warps = max(1, padded // 1024)  # 32 scores a thread; up to 1024 of them need no barrier
+        short_rows_kernel[(rows,)](scores, share, cap, mask, length, LENGTH=padded, num_warps=warps)
+        return mask
     part_length = triton.cdiv(triton.cdiv(length, PARTS), CHUNK) * CHUNK
     new = scores.new_empty
     state = new(PASSES + 1, rows, dtype=torch.int32)
     counts = new(PASSES, rows, PARTS + 1, 16, dtype=torch.int32)
     masses = new(PASSES, rows, PARTS + 1, 16, dtype=torch.float64)
     ties, left = new(rows, PARTS, dtype=torch.int32), new(rows, dtype=torch.int32)
-    mask = torch.empty_like(scores, dtype=torch.bool)
     sizes = {"length": length, "rows": rows, "part_length": part_length, "PARTS": PARTS, "CHUNK": CHUNK}
     grid = (rows, PARTS)
     for step in range(PASSES):

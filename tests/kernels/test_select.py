@@ -3,9 +3,16 @@
 import pytest
 import torch
 
+from megatron_mtrain.kernels import select
 from megatron_mtrain.kernels.select import select_by_sorting, select_by_threshold
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True, params=[0, select.SHORT], ids=["in-pieces", "in-registers"])
+def short(monkeypatch, request):
+    """Every case runs on both kernels: rows in pieces, and rows in registers."""
+    monkeypatch.setattr(select, "SHORT", request.param)
 
 
 def check(scores, share, cap):
@@ -28,6 +35,13 @@ def test_ties_go_to_the_lower_position():
     scores[:, 700:2000] = 2.0**-11
     scores[:, 2500] = 0.25
     check(scores, [0.5, float("inf"), float("inf"), 0.25], [4096, 2000, 300, 4096])
+
+
+def test_scores_may_be_large():
+    scores = torch.rand(4, 700) ** 4 * 8
+    scores[:, 100] = 3e38
+    scores[:2, 100] = 5.0
+    check(scores, [9.0, 60.0, float("inf"), 1.0], [700, 9, 5, 700])
 
 
 def test_every_score_and_none():
