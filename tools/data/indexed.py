@@ -81,7 +81,9 @@ def read_indexed(prefix: Path) -> Indexed:
     dtype = numpy.dtype(names[code])
     lengths = numpy.frombuffer(data, numpy.int32, sequences, 34).astype(numpy.int64)
     pointers = numpy.frombuffer(data, numpy.int64, sequences, 34 + 4 * sequences)
-    group_ends = numpy.frombuffer(data, numpy.int64, bounds, 34 + 12 * sequences)[1:]
+    marks = numpy.frombuffer(data, numpy.int64, bounds, 34 + 12 * sequences)
+    if not _consistent(lengths, pointers, marks):
+        raise damaged
     path = Path(f"{prefix}.bin")
     with naming("read", path):
         size = path.stat().st_size
@@ -91,4 +93,12 @@ def read_indexed(prefix: Path) -> Indexed:
                 f"{path}: {size} bytes, its index needs {end}; the file is cut or of another dataset"
             )
         ids = numpy.memmap(path, dtype=dtype, mode="r") if size else numpy.empty(0, dtype)
-    return Indexed(ids, lengths, pointers // dtype.itemsize, group_ends)
+    return Indexed(ids, lengths, pointers // dtype.itemsize, marks[1:])
+
+
+def _consistent(lengths: numpy.ndarray, pointers: numpy.ndarray, marks: numpy.ndarray) -> bool:
+    """Whether nothing is negative, and the groups between `marks` hold all sequences, none is empty."""
+    far = 1 << 56  # bytes; sums with it cannot overflow
+    inside = (lengths >= 0).all() and (pointers >= 0).all() and (pointers < far).all()
+    ends = len(marks) > 0 and marks[0] == 0 and marks[-1] == len(lengths)
+    return bool(inside and ends and (numpy.diff(marks) > 0).all())

@@ -19,6 +19,7 @@ from tools.data.indexed import Indexed, read_indexed
 from tools.data.text_tokenizers import TextTokenizer, load_tokenizer
 
 CHUNK = 1 << 24  # ids counted at a time, to keep memory flat
+LARGEST = 1 << 22  # ids; counting takes eight bytes for each below the largest
 BAR = 50  # characters of the longest bar
 
 
@@ -39,13 +40,18 @@ def histogram(lengths: numpy.ndarray) -> Iterator[str]:
 
 
 def count_tokens(data: Indexed) -> numpy.ndarray:
-    """How often each id occurs. Raises DataError for a negative id."""
+    """How often each id occurs. Raises DataError for an id that no tokenizer has."""
     counts = numpy.zeros(0, numpy.int64)
     for begin in range(0, len(data.ids), CHUNK):
         chunk = data.ids[begin : begin + CHUNK]
         if chunk.min() < 0:
             raise DataError(
                 f"token {begin + int(chunk.argmin())} has the negative id {chunk.min()}; damaged .bin"
+            )
+        if chunk.max() >= LARGEST:
+            raise DataError(
+                f"token {begin + int(chunk.argmax())} has the id {chunk.max()}, more than any vocabulary; "
+                "damaged .bin"
             )
         found = numpy.bincount(chunk, minlength=len(counts))
         found[: len(counts)] += counts

@@ -62,7 +62,7 @@ def read_index(folder: Path) -> list[Shard]:
                 f"{path}: version {index['version']} of the MDS index; this reader knows version 2"
             )
         return [_shard(folder, entry) for entry in index["shards"]]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(
             f"{path}: not an MDS index ({type(error).__name__}: {error}); download it again"
         ) from None
@@ -75,11 +75,25 @@ def _shard(folder: Path, entry: dict) -> Shard:
         )
 
     def stored(item: dict) -> Stored:
-        return Stored(folder / item["basename"], item["bytes"], tuple(sorted(item["hashes"].items())))
+        name = item["basename"]
+        # A downloaded index must not make this reader open files elsewhere.
+        if not (folder / name).resolve().is_relative_to(folder.resolve()) or "\0" in name:
+            raise ValueError(f"file name {name!r} leads out of the folder")
+        return Stored(folder / name, _number(item["bytes"]), tuple(sorted(item["hashes"].items())))
 
-    columns = zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True)
+    sizes = [size if size is None else _number(size) for size in entry["column_sizes"]]
+    columns = zip(entry["column_names"], entry["column_encodings"], sizes, strict=True)
     packed = stored(entry["zip_data"]) if entry["zip_data"] else None
-    return Shard(stored(entry["raw_data"]), packed, entry["compression"], entry["samples"], tuple(columns))
+    compression = entry["compression"]
+    if not isinstance(compression, str | None):
+        raise ValueError(f"compression {compression!r} is no name")
+    return Shard(stored(entry["raw_data"]), packed, compression, _number(entry["samples"]), tuple(columns))
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r} stands where a number of bytes or samples has to be")
+    return value
 
 
 class ShardReader:
@@ -112,7 +126,7 @@ class ShardReader:
             columns = tuple(
                 zip(inner["column_names"], inner["column_encodings"], inner["column_sizes"], strict=True)
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise self._fail("its JSON header cannot be read") from None
         if columns != self.columns:
             raise self._fail("its columns are not those of index.json")
@@ -131,7 +145,7 @@ class ShardReader:
             if name in names:
                 try:
                     values[name] = decode(encoding, self._data[position : min(position + size, end)])
-                except (ValueError, IndexError, KeyError):
+                except (ValueError, IndexError, KeyError, OverflowError):
                     raise self._fail(f"column {name} of sample {number} is not {encoding}") from None
             position += size
         if position != end:
@@ -142,8 +156,8 @@ class ShardReader:
 def decode(encoding: str, data: memoryview) -> object:
     """The value that `data` holds in an MDS column encoding (strings, bytes, numbers, arrays).
 
-    Raises ValueError, IndexError or KeyError when the bytes do not fit, DataError for an encoding not known
-    here.
+    Raises ValueError, IndexError, KeyError or OverflowError when the bytes do not fit, DataError for an
+    encoding not known here.
     """
     kind, _, detail = encoding.partition(":")
     if kind in SCALARS:
