@@ -153,7 +153,7 @@ def select(scores, share, cap) -> torch.Tensor:
     Descending, ties to the lower position, an entry is kept while the mass before it is below its row's share
     (so the one that crosses it is kept) and fewer than cap are kept. The mass is summed in float64.
     """
-    if not scores.is_cuda:
+    if not scores.is_cuda or scores.dtype != torch.float32:
         return select_by_sorting(scores, share, cap)
     return select_by_threshold(scores, share, cap)
 
