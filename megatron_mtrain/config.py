@@ -3,35 +3,21 @@
 A configuration is checked in full when it is made: whatever it holds can run.
 """
 
-import json
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
 from .kernels.tiles import BACKENDS
+from .pattern import HeadPattern, load_pattern, shipped_patterns
 from .ring import COMMUNICATION
+from .validation import check_choice, check_int, find_file
 
 IMPLEMENTATIONS = ("zigzag", "stripe", "dr_stripe")
 REUSE = ("nothing", "index", "output")
 OWN_FIELDS = ("implementation", "block_size", "backend", "reuse", "ring_comm")  # of every method, in YAML
-LARGEST = 2**31 - 1  # of whole numbers: indices are int32 on the device
-PATTERNS = Path(__file__).parent / "patterns"
 SHIPPED = Path(__file__).parent / "train_attn_configs"
-
-
-class HeadPattern(NamedTuple):
-    """The budget of one head: a share of the probe mass and a cap, for columns and for slashes.
-
-    A fixed budget has share None: then exactly `cap` entries are taken.
-    """
-
-    vertical_share: float | None
-    vertical_cap: int
-    slash_share: float | None
-    slash_cap: int
 
 
 @dataclass(frozen=True)
@@ -58,7 +44,7 @@ class MinferConfig:
         if not isinstance(self.pattern_config_name, str):
             raise ValueError(f"pattern_config_name {self.pattern_config_name!r} is not a name or a path")
         for name, least in (("last_q", 1), ("sink_tokens", 0), ("local_window", 0)):
-            _check_int(name, getattr(self, name), least)
+            check_int(name, getattr(self, name), least)
         load_pattern(self.pattern_config_name)
 
     @property
@@ -79,8 +65,8 @@ class MobaConfig:
     moba_topk: int
 
     def __post_init__(self):
-        _check_int("moba_chunk_size", self.moba_chunk_size, 1)
-        _check_int("moba_topk", self.moba_topk, 1)
+        check_int("moba_chunk_size", self.moba_chunk_size, 1)
+        check_int("moba_topk", self.moba_topk, 1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +99,7 @@ class XattnConfig:
 
     def __post_init__(self):
         for name in ("granularity", "stride", "chunk_size"):
-            _check_int(name, getattr(self, name), 1)
+            check_int(name, getattr(self, name), 1)
         if self.granularity % self.stride:
             raise ValueError(
                 f"stride {self.stride} does not divide granularity {self.granularity}; use a divisor, "
@@ -126,7 +112,7 @@ class XattnConfig:
         if isinstance(threshold, bool) or not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
             raise ValueError(f"threshold {threshold!r} must be a number from 0 to 1")
         for name in ("keep_sink", "keep_recent"):
-            _check_choice(name, getattr(self, name), (True, False))
+            check_choice(name, getattr(self, name), (True, False))
         published = {"softmax": True, "select_mode": "inverse", "use_triton": True, "causal": True, "kdb": 1}
         for name, value in published.items():
             if getattr(self, name) != value:
@@ -172,13 +158,13 @@ class AttentionConfig:
     method: Any = field(default_factory=DenseConfig)
 
     def __post_init__(self):
-        _check_choice("attn_type", self.attn_type, ATTN_TYPES)
-        _check_choice("implementation", self.implementation, IMPLEMENTATIONS)
-        _check_choice("backend", self.backend, BACKENDS)
-        _check_choice("reuse", self.reuse, REUSE)
-        _check_choice("ring_comm", self.ring_comm, COMMUNICATION)
-        _check_int("block_size", self.block_size, 1)
-        _check_int("head_offset", self.head_offset, 0)
+        check_choice("attn_type", self.attn_type, ATTN_TYPES)
+        check_choice("implementation", self.implementation, IMPLEMENTATIONS)
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("reuse", self.reuse, REUSE)
+        check_choice("ring_comm", self.ring_comm, COMMUNICATION)
+        check_int("block_size", self.block_size, 1)
+        check_int("head_offset", self.head_offset, 0)
         needed = _FIXED_LAYOUT.get(self.attn_type, self.implementation)
         if self.implementation != needed:
             raise ValueError(
@@ -213,7 +199,7 @@ class AttentionConfig:
     @classmethod
     def from_dict(cls, attn_type: str, fields: dict[str, Any] | None = None) -> "AttentionConfig":
         """The configuration with the given YAML fields. Raises ValueError for unknown fields or values."""
-        _check_choice("attn_type", attn_type, ATTN_TYPES)
+        check_choice("attn_type", attn_type, ATTN_TYPES)
         given = dict(fields or {})
         own = {name: given.pop(name) for name in OWN_FIELDS if name in given}
         own.setdefault("implementation", _FIXED_LAYOUT.get(attn_type, "stripe"))
@@ -227,7 +213,7 @@ class AttentionConfig:
         """The configuration in a YAML file: a path, the name of a shipped file, or None for the defaults."""
         if path_or_name is None:
             return cls.from_dict(attn_type)
-        path = _find(path_or_name, SHIPPED, ".yaml", "train-attn-config")
+        path = find_file(path_or_name, SHIPPED, ".yaml", "train-attn-config")
         try:
             content = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (yaml.YAMLError, ValueError, RecursionError) as error:  # a ValueError: 2026-13-40
@@ -293,83 +279,3 @@ def _method(attn_type: str, given: dict[str, Any]):
             f"{', '.join(shipped_patterns())}"
         )
     return kind(**given)
-
-
-def shipped_patterns() -> list[str]:
-    """Names of the pattern files that come with the package."""
-    return sorted(path.stem for path in PATTERNS.glob("*.json"))
-
-
-@lru_cache(maxsize=64)
-def load_pattern(name: str) -> tuple[tuple[HeadPattern, ...], ...]:
-    """The budgets of a pattern file by layer and query head. Raises ValueError for whatever it cannot
-    mean."""
-    path = _find(name, PATTERNS, ".json", "pattern_config_name")
-    try:
-        layers = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable JSON: {error}") from None
-    if not isinstance(layers, list) or not layers:
-        raise ValueError(f"{path} must hold a list with one object per layer")
-    return tuple(_layer_pattern(path, number, layer) for number, layer in enumerate(layers))
-
-
-def _layer_pattern(path: Path, number: int, layer) -> tuple[HeadPattern, ...]:
-    if not isinstance(layer, dict) or sorted(layer) != sorted(str(head) for head in range(len(layer))):
-        raise ValueError(f"{path}, layer {number}: expected an object with a key per head, '0', '1', ...")
-    return tuple(_head_pattern(f"{path}, layer {number}, head {h}", layer[str(h)]) for h in range(len(layer)))
-
-
-def _head_pattern(where: str, entry) -> HeadPattern:
-    if not isinstance(entry, list) or not 3 <= len(entry) <= 4:
-        raise ValueError(f"{where}: expected [name, vertical, slash, score]; got {entry!r}")
-    name, vertical, slash = entry[:3]
-    if name == "vertical_and_slash":
-        for budget in (vertical, slash):
-            _check_int(f"{where}: fixed budget", budget, 0)
-        return HeadPattern(None, vertical, None, slash)
-    if name == "flex_vertical_and_slash":
-        for budget in (vertical, slash):
-            _check_flex(where, budget)
-        return HeadPattern(float(vertical[0]), vertical[1], float(slash[0]), slash[1])
-    raise ValueError(
-        f"{where}: unknown pattern {name!r}; allowed: vertical_and_slash, flex_vertical_and_slash"
-    )
-
-
-def _check_flex(where: str, budget) -> None:
-    if not isinstance(budget, list) or len(budget) != 2:
-        raise ValueError(f"{where}: a flex budget is [share, cap]; got {budget!r}")
-    share, cap = budget
-    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-        raise ValueError(f"{where}: share {share!r} must be a number from 0 to 1")
-    _check_int(f"{where}: cap", cap, 0)
-
-
-def _find(name: str | Path, folder: Path, suffix: str, what: str) -> Path:
-    """`name` as a path, else as the name of a file in `folder`."""
-    candidates = [Path(name)]
-    if Path(name).name == str(name):
-        candidates.append(folder / f"{str(name).removesuffix(suffix)}{suffix}")
-    for path in candidates:
-        try:
-            if path.is_file():
-                return path
-        except OSError:  # a name too long for a file
-            continue
-    shipped = sorted(path.stem for path in folder.glob(f"*{suffix}"))
-    raise ValueError(
-        f"{what} {str(name)!r} is neither a file nor a shipped name; shipped: {', '.join(shipped)}"
-    )
-
-
-def _check_int(name: str, value, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} {value!r} must be a whole number of at least {least}")
-    if value > LARGEST:
-        raise ValueError(f"{name} {value} must be at most {LARGEST}, what an index of 32 bits can count")
-
-
-def _check_choice(name: str, value, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ValueError(f"unknown {name} {value!r}; choose one of {', '.join(map(str, allowed))}")

@@ -3,7 +3,8 @@ import json
 import pytest
 
 from megatron_mtrain import AttentionConfig
-from megatron_mtrain.config import ATTN_TYPES, HeadPattern, load_pattern, shipped_patterns
+from megatron_mtrain.config import ATTN_TYPES
+from megatron_mtrain.pattern import HeadPattern, load_pattern, shipped_patterns
 
 
 def test_the_published_minfer_file_works_as_it_is(tmp_path):

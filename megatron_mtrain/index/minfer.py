@@ -15,12 +15,12 @@ from functools import lru_cache
 
 import torch
 
-from ..config import load_pattern
 from ..kernels.probe_scores import log_mass, probe_scores
 from ..kernels.select import select
 from ..kernels.tile_lists import Slashes, list_by_key, list_by_query, list_columns
 from ..kernels.tiles import Tiles
 from ..layouts import Layout
+from ..pattern import load_pattern
 from ..ring import all_gather, all_reduce
 from .sparse_index import SparseIndex, causal_mask
 

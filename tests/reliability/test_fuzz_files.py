@@ -10,7 +10,8 @@ import yaml
 from hypothesis import strategies as st
 
 from megatron_mtrain import AttentionConfig
-from megatron_mtrain.config import METHODS, PATTERNS, SHIPPED, load_pattern
+from megatron_mtrain.config import METHODS, SHIPPED
+from megatron_mtrain.pattern import PATTERNS, load_pattern
 from tests.reliability.draws import SEEDS, damage, fuzz
 from tests.tools.data.conftest import COLUMNS
 from tests.tools.data.mds_writer import write_domain
