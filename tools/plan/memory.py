@@ -121,15 +121,20 @@ def run_of(args: argparse.Namespace) -> Run:
     """The run that the arguments describe. Raises ValueError for one that cannot be."""
     fields = {name: value for name, value in vars(args).items() if name in Run.__dataclass_fields__}
     if args.train_attn_config:
-        attention = AttentionConfig.from_yaml(args.attn_type, args.train_attn_config)
-        method, fields["block_size"] = attention.method, attention.block_size
-        if args.attn_type == "minfer":
-            heads = [head for layer in method.pattern for head in layer]
-            fields["columns"] = max(head.vertical_cap for head in heads) + method.sink_tokens
-        if args.attn_type == "moba":
-            fields["moba"] = (method.moba_chunk_size, method.moba_topk)
+        fields |= budgets(AttentionConfig.from_yaml(args.attn_type, args.train_attn_config))
     te = args.transformer_impl == "transformer_engine"
     return Run(shape=model_shape(args.model), transformer_engine=te, **fields)
+
+
+def budgets(attention: AttentionConfig) -> dict:
+    """Fields of Run that the settings of a method decide."""
+    method, found = attention.method, {"block_size": attention.block_size}
+    if attention.attn_type == "minfer":
+        heads = [head for layer in method.pattern for head in layer]
+        found["columns"] = max(head.vertical_cap for head in heads) + method.sink_tokens
+    if attention.attn_type == "moba":
+        found["moba"] = (method.moba_chunk_size, method.moba_topk)
+    return found
 
 
 def main() -> None:

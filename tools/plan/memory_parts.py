@@ -140,18 +140,21 @@ def index_bytes(run: Run) -> tuple[int, int]:
     h, g = run.heads
     b, s = run.micro_batch, run.local_tokens
     blocks, local = run.seq_length // run.block_size, s // run.block_size
-    lists = 2 * 4 * b * h * local * local
-    if run.attn_type == "minfer":
-        slots = min(run.columns, s)
-        gathered = 2 * 2 * b * g * run.shape.head_dim * (s + h // g * slots)
-        return b * h * (blocks + run.seq_length), lists + gathered + b * h * local * slots // 8
+    slots = local
     if run.attn_type == "moba":
         chunk, topk = run.moba
+        slots = min(local, -(-chunk // run.block_size))
+    lists = 2 * 4 * b * h * local * slots
+    if run.attn_type == "minfer":
+        columns = min(run.columns, s)
+        gathered = 2 * 2 * b * g * run.shape.head_dim * (s + h // g * columns)
+        return b * h * (blocks + run.seq_length), lists + gathered + b * h * local * columns // 8
+    if run.attn_type == "moba":
         words = -(-run.seq_length // chunk // 32)
         return 4 * b * h * s * (words + topk - 1), lists
     if run.attn_type == "xattn":
         return b * h * local * blocks, lists + b * h * local * local
-    return 0, lists + b * h * local * local
+    return 0, lists
 
 
 def saved(run: Run, stage: int) -> dict[str, int]:

@@ -105,7 +105,9 @@ def test_by_hand():
     assert resident(run, 0)["master weights, Adam (fp32)"] == 12 * 3085938688 // 8
     assert resident(large(distributed_optimizer=False), 0)["master weights, Adam (fp32)"] == 12 * 3085938688
     # 16 heads, 512 x 512 blocks of 4 bytes in two directions, of which the ring holds one step at a time
-    assert index_bytes(large(attn_type="moba"))[1] == 2 * 16 * 2**20
+    assert index_bytes(large(attn_type="dense"))[1] == 2 * 16 * 2**20
+    # moba's lists hold the tiles of a query's own chunk alone: 32 blocks
+    assert index_bytes(large(attn_type="moba"))[1] == 2 * 2**20
     assert layer_saves(run)["MLP"] == 3 * 11008 * 65536 * 2
     assert layer_saves(large(mlp_chunk_size=8192))["MLP"] == 0
 
