@@ -12,7 +12,7 @@ import yaml
 from .kernels.tiles import BACKENDS
 from .pattern import HeadPattern, load_pattern, shipped_patterns
 from .ring import COMMUNICATION
-from .validation import check_choice, check_int, find_file
+from .validation import LARGEST, check_choice, check_int, find_file
 
 IMPLEMENTATIONS = ("zigzag", "stripe", "dr_stripe")
 REUSE = ("nothing", "index", "output")
