@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_mtrain.scope import freeze_others, names, train_only
+from megatron_mtrain import scope
+from megatron_mtrain.scope import _train_rows, freeze_others, names, train_only
 from tests.model.conftest import FRESH, RATE, read_weights
 from tests.model.test_parallel import TOLERANCE
 
@@ -16,26 +17,47 @@ RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute
 ATTENTION = ("linear_qkv.weight", "linear_qkv.bias", "linear_proj.weight")  # not linear_qkv.layer_norm_weight
 
 
-def in_attention(name: str) -> bool:
-    return name.endswith(ATTENTION)
-
-
-@pytest.mark.parametrize("layout", ["cp1", "cp2pp2"])
-def test_gradients_of_attention_alone(runs, layout):
+@pytest.mark.parametrize(
+    ("layout", "patterns"),
+    [("cp1", ["self_attention"]), ("cp2pp2", ["self_attention", "embedding"])],
+    ids=["frozen embedding", "tied embedding of two stages"],
+)
+def test_gradients_of_what_is_trained(runs, layout, patterns):
     """With recomputed layers, whose input is a frozen embedding's output."""
     expected = runs.gradients("cp1", "stripe_ring")
     saved = runs.folder / f"scope_{layout}"
     keep = ["--save", str(saved), "--no-save-optim", "--no-save-rng", "--load", runs.initial, *FRESH]
-    flags = [*STEP.split(), *RECOMPUTE.split(), "--trainable", "self_attention"]
+    flags = [*STEP.split(), *RECOMPUTE.split(), "--trainable", *patterns]
     runs.train(layout, "stripe_ring", [*flags, *keep])
     before, after = read_weights(runs.folder / "initial"), read_weights(saved)
-    assert sum(map(in_attention, expected)) == 3
+    trained = [name for name in expected if name.endswith(ATTENTION) or name.split(".")[0] in patterns]
+    assert len(trained) == 2 + len(patterns)
     for name, gradient in expected.items():
         actual = (before[name] - after[name]) / RATE
-        if in_attention(name):
+        if name in trained:
             assert (actual - gradient).norm() < TOLERANCE * gradient.norm(), name
         else:
             assert torch.equal(after[name], before[name]), name
+
+
+@pytest.mark.parametrize("layout", ["cp1", "cp2tp2"])
+def test_gradients_of_query_and_key_alone(runs, layout):
+    """The rows of query and key move as if all were trained; those of value stay."""
+    expected = runs.gradients("cp1", "stripe_ring")
+    saved = runs.folder / f"scope_qk_{layout}"
+    keep = ["--save", str(saved), "--no-save-optim", "--no-save-rng", "--load", runs.initial, *FRESH]
+    runs.train(layout, "stripe_ring", [*STEP.split(), "--trainable", r"linear_qkv\.(query|key)", *keep])
+    before, after = read_weights(runs.folder / "initial"), read_weights(saved)
+    for name, gradient in expected.items():
+        actual = (before[name] - after[name]) / RATE
+        if "linear_qkv." not in name or "layer_norm" in name:
+            assert torch.equal(after[name], before[name]), name
+            continue
+        # [layers, ...] rows: for each of 2 key heads 2 query heads, a key and a value, of 16 rows each
+        actual, gradient = (tensor.unflatten(1, (2, 4, 16)) for tensor in (actual, gradient))
+        assert not actual[:, :, 3].any()
+        error = (actual[:, :, :3] - gradient[:, :, :3]).norm()
+        assert error < TOLERANCE * gradient[:, :, :3].norm(), name
 
 
 def test_frozen_parameters_have_no_optimizer_state(runs):
@@ -68,9 +90,33 @@ def stage() -> torch.nn.Module:
     return model
 
 
-def test_names_are_those_of_the_checkpoint(stage):
-    expected = ["decoder.layers.self_attention.linear_qkv.weight", "decoder.layers.input_layernorm.weight"]
-    assert [name for name, _ in names([stage])] == 2 * expected
+@pytest.mark.parametrize(
+    ("name", "seen"),
+    [
+        ("decoder.layers.3.mlp.linear_fc1.weight", ["decoder.layers.mlp.linear_fc1.weight"]),
+        ("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", ["decoder.layers.pre_mlp_layernorm.weight"]),
+        (
+            "decoder.layers.11.self_attention.linear_qkv.bias",
+            [f"decoder.layers.self_attention.linear_qkv.{part}.bias" for part in ("query", "key", "value")],
+        ),
+    ],
+)
+def test_what_patterns_see(name, seen):
+    assert names(name) == seen
+
+
+def test_rows_of_shared_key_heads(stage):
+    """One key head of two rows, two query heads, on the second of two ranks: key and value."""
+    param = torch.nn.Parameter(torch.zeros(4, 1))
+    model = SimpleNamespace(
+        config=SimpleNamespace(num_attention_heads=2, kv_channels=2, gradient_accumulation_fusion=False),
+        pg_collection=SimpleNamespace(tp=SimpleNamespace(rank=lambda: 1, size=lambda: 2)),
+    )
+    _train_rows(param, [False, True, False], model, 0.0)
+    param.sum().backward()
+    assert param.grad.flatten().tolist() == [1, 1, 0, 0]
+    with pytest.raises(ValueError, match="--weight-decay 0 and --no-gradient-accumulation-fusion"):
+        _train_rows(param, [False, True, False], model, 0.1)
 
 
 def test_every_layer_is_frozen_alike(stage):
@@ -90,8 +136,9 @@ def test_pattern_that_matches_nothing(stage, pattern):
         freeze_others([stage], ["self_attention", pattern])
 
 
-def test_pattern_that_matches_nothing_ends_the_run_in_one_line(stage):
+def test_pattern_that_matches_nothing_ends_the_run_in_one_line(stage, monkeypatch):
     config = SimpleNamespace(pre_wrap_hooks=[])
+    monkeypatch.setattr(scope, "get_args", lambda: SimpleNamespace(weight_decay=0))
     train_only(config, ["mlp"])
     with pytest.raises(SystemExit, match="error: --trainable mlp matches no parameter"):
         config.pre_wrap_hooks[0]([stage])
