@@ -27,7 +27,7 @@ class Machine:
 
 
 # The rate of the H200 is measured: forward and backward of minfer, tools/bench/results/2026-12-01-kernels.md.
-# That of the A100 is the H200's times 312 / 989, their nominal matrix rates. Memory: 85 % of the nominal rate.
+# That of the A100 is the H200's times 312 / 989, their nominal matrix rates. Memory: 85 % of nominal.
 H200 = Machine("8 x H200 a node, NVLink 4, NDR", 410e12, 4.1e12, Cluster())
 A100 = Machine(
     "8 x A100 a node, NVLink 3, HDR", 129e12, 1.3e12, Cluster(inner=LINKS["nvlink3"], outer=LINKS["hdr"])
