@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from megatron.training import get_args, training
 
-import pretrain_qwen
 from megatron_mtrain import core_attention
 
 
