@@ -76,6 +76,8 @@ RUN_DEFAULTS = {
     "micro_batch_size": 1,
     # Megatron's own default lets NaN pass in the first step after every start, into the weights.
     "rerun_mode": "disabled",
+    # The default, nvrx, needs a package that Megatron does not bring along.
+    "async_strategy": "mcore",
     "save_interval": 1000,
     # A checkpoint resumes on any number of tensor- and pipeline-parallel ranks, optimizer state included.
     "dist_ckpt_optim_fully_reshardable": True,

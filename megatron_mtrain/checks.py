@@ -111,6 +111,10 @@ def _check_required(args: Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is missing; give its value")
     if args.train_iters is None and args.train_samples is None:
         raise ValueError("--train-iters is missing; give the number of steps, or --train-samples")
+    if args.async_save and not args.use_persistent_ckpt_worker:
+        raise ValueError(
+            "--async-save alone would save synchronously; add --use-persistent-ckpt-worker, or leave it out"
+        )
     for unit in ("iters", "samples"):
         warmup = getattr(args, f"lr_warmup_{unit}")
         decay = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")

@@ -88,7 +88,7 @@ def explained() -> Iterator[None]:
             found = first_not_finite()
         except RuntimeError as broken:  # the device itself may be what failed
             found = f"what the layers met cannot be read ({broken})"
-        note = f"rank {os.environ.get('RANK', '0')} was {_place}; {found}"
+        note = f"rank {os.environ.get('RANK', '0')} was {_place}" + (f"; {found}" if found else "")
         if isinstance(error, SystemExit):
             sys.stderr.write(f"{note}\n")
         error.add_note(note)
