@@ -169,3 +169,18 @@ def test_refused_flags(name):
 def test_negative_size():
     with pytest.raises(ValueError, match="-1"):
         check(Namespace(mlp_chunk_size=-1))
+
+
+@pytest.mark.gpu
+def test_peak_on_a_gpu():
+    """The peak falls by what the feed-forward activations of the other chunks take."""
+    module = mlp().float().cuda()
+    hidden = torch.randn(1 << 18, 1, HIDDEN, device="cuda", requires_grad=True)
+    peaks = []
+    for tokens in (1 << 18, 1 << 12):
+        torch.cuda.reset_peak_memory_stats()
+        out, _ = chunked_forward(module, hidden, tokens=tokens)
+        out.backward(torch.ones_like(out))
+        del out
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[0] - peaks[1] > 3 * FFN * (1 << 18) * 4

@@ -167,3 +167,26 @@ def test_check():
     ):
         with pytest.raises(ValueError, match="--offload-layer-inputs"):
             check(arguments(**changed))
+
+
+@pytest.mark.gpu
+def test_streams_on_a_gpu():
+    """The same bits while copies overlap with compute, and less memory after the forward."""
+    inputs = [torch.randn(1 << 16, 2, HIDDEN, device="cuda") for _ in range(2)]
+    found, kept = [], []
+    for offloads in (False, True):
+        decoder = Decoder().cuda()
+        decoder.rotary = torch.ones(1 << 16, 1, 1, HIDDEN, device="cuda")
+        if offloads:
+            offload_layer_inputs([SimpleNamespace(decoder=decoder)])
+        for hidden in inputs:
+            before = torch.cuda.memory_allocated()
+            out = decoder(hidden.clone().requires_grad_())
+            torch.cuda.synchronize()
+            kept.append(torch.cuda.memory_allocated() - before)
+            out.square().sum().backward()
+            del out
+        found.append([weight.grad for weight in decoder.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    size = inputs[0].numel() * 4
+    assert kept[1] - kept[3] >= (LAYERS - STAY - 1) * size
