@@ -114,6 +114,19 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+class RMSNormWithState(RMSNorm):
+    """RMSNorm with an empty extra state, as Transformer Engine's norms save one: either loads the other's.
+
+    For norms that are modules of their own in both layer specs: the final one, and those of query and key.
+    """
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state) -> None:
+        """Nothing is kept."""
+
+
 def _local_block_spec(spec, transformer, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The local layer spec as a block spec, the only place where the final norm can be named."""
     if isinstance(spec, TransformerBlockSubmodules):
@@ -124,5 +137,5 @@ def _local_block_spec(spec, transformer, vp_stage: int | None) -> TransformerBlo
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         if transformer.qk_layernorm:
             attention = layer.submodules.self_attention.submodules
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+            attention.q_layernorm = attention.k_layernorm = RMSNormWithState
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNormWithState)

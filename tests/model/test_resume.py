@@ -1,6 +1,9 @@
 """Save on one parallel layout, resume on another: the losses go on as in the run that was never stopped."""
 
+from pathlib import Path
+
 import pytest
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.model.test_parallel import TOLERANCE
 
@@ -43,3 +46,10 @@ def test_bfloat16_run_resumes(runs):
     )
     resumed = runs.losses("cp1", "stripe_ring", [*bf16, "--load", folder, "--ckpt-step", str(SAVED)], steps=3)
     assert resumed == pytest.approx({3: losses[3]}, rel=2**-8)
+
+
+def test_checkpoint_has_the_extra_state_that_transformer_engine_looks_for(runs):
+    entries = FileSystemReader(Path(runs.initial) / "iter_0000001").read_metadata().state_dict_metadata
+    extra = [name for name in entries if "_extra_state" in name]
+    assert any(name.startswith("decoder.final_layernorm._extra_state") for name in extra)
+    assert not any("input_layernorm" in name or "pre_mlp_layernorm" in name for name in extra)
