@@ -48,7 +48,8 @@ class Plan:
     def ring(self) -> tuple[int, ...]:
         """Sizes of the context-parallel rings, inner to outer: two levels where a ring leaves its node."""
         inner = max(1, self.machine.cluster.node_size // self.run.tp)
-        two_level = inner > 1 and self.run.cp > inner and self.run.cp % inner == 0
+        flat = self.run.attn_type in ("zigzag_ring", "stripe_ring")
+        two_level = not flat and inner > 1 and self.run.cp > inner and self.run.cp % inner == 0
         return (inner, self.run.cp // inner) if two_level else (self.run.cp,)
 
     @property

@@ -84,6 +84,7 @@ def test_index_grows_with_the_method():
 )  # fmt: skip
 def test_rings_that_leave_a_node_have_two_levels(sizes, ring):
     assert on(**sizes).ring == ring
+    assert on(**sizes, attn_type="stripe_ring").ring == (sizes["cp"],)
 
 
 def test_layouts_use_all_gpus_and_keep_what_is_fixed():
