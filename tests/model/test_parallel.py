@@ -11,10 +11,15 @@ from tests.model.conftest import LAYOUTS
 TOLERANCE = 1e-4  # asked of float32; the order of sums alone gives about 1e-6
 PARALLEL = [name for name in LAYOUTS if name != "cp1"]
 ATTENTION = ["stripe_ring", "minfer", "moba", "xattn"]
+# Pipeline stages do not know what a layer attends: two methods are enough there.
+CASES = [
+    (layout, attention)
+    for layout in PARALLEL
+    for attention in (ATTENTION[:2] if layout == "cp2pp2" else ATTENTION)
+]
 
 
-@pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize(("layout", "attention"), CASES)
 def test_losses_equal_one_process(runs, layout, attention):
     expected = runs.losses("cp1", attention)
     actual = runs.losses(layout, attention)
@@ -22,8 +27,7 @@ def test_losses_equal_one_process(runs, layout, attention):
     assert actual == pytest.approx(expected, rel=TOLERANCE)
 
 
-@pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("layout", PARALLEL)
+@pytest.mark.parametrize(("layout", "attention"), CASES)
 def test_gradients_equal_one_process(runs, layout, attention):
     expected = runs.gradients("cp1", attention)
     actual = runs.gradients(layout, attention)
@@ -65,11 +69,16 @@ FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--r
 SELECTIVE = ("--recompute-granularity", "selective", "--recompute-modules", "core_attn")
 
 
-@pytest.mark.parametrize("reuse", ["nothing", "index", "output"])
 @pytest.mark.parametrize(
-    ("layout", "flags"),
-    [("cp2", FULL), ("cp2pp2", FULL), ("cp2", SELECTIVE)],
-    ids=["full", "pipeline", "core"],
+    ("layout", "flags", "reuse"),
+    [
+        ("cp2", FULL, "nothing"),
+        ("cp2", FULL, "index"),
+        ("cp2", FULL, "output"),
+        ("cp2pp2", FULL, "output"),
+        ("cp2", SELECTIVE, "index"),
+    ],
+    ids=["full-nothing", "full-index", "full-output", "pipeline-output", "core-index"],
 )
 def test_recomputation_changes_nothing(runs, layout, flags, reuse):
     expected = runs.losses(layout, "minfer")
