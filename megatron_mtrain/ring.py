@@ -8,10 +8,9 @@ flight during that whole round: the slow link has W_inner steps of compute to hi
 4).
 
 Every exchange sends to the next rank and receives from the previous one, so after t hops a rank holds the
-shard of rank r - t. Receives go to two buffers in turn, allocated once a round. Each group has a twin, a
-second communicator of the same ranks, for gradients on their way home: an exchange of keys and one of
-gradients, inner or outer, never queue behind each other. A group that is used for the first time makes its
-twin, so all of its ranks come here together, as they have to anyway.
+shard of rank r - t. Receives go to two buffers in turn, allocated once a round. Gradients travel on twins
+of the groups (hops.py), so that exchanges of keys and of gradients, inner and outer, never queue behind each
+other.
 
 `Gathered(rings)` in place of `rings` fetches all shards at once, for short rings on fast links: fewer, larger
 messages, for the memory of W shards of keys and values.
@@ -22,16 +21,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
 
-Shard = tuple[torch.Tensor, ...]
+from .gathered import Gather, Gathered
+from .hops import Hop, Shard, twin
+
 Rings = Sequence[Any]
 Grad = Callable[[int, Shard], Shard]
 COMMUNICATION = ("ring", "allgather")
-
-
-class Gathered(tuple):
-    """Process groups, inner to outer, whose shards are gathered at once instead of passed round."""
 
 
 def communicate(rings: Rings, how: str) -> Rings:
@@ -57,8 +53,8 @@ def visit(shard: Shard, rings: Rings) -> Iterator[tuple[int, Shard]]:
     next one is asked for; then its memory receives another shard. Iterate to the end: the peers wait for it.
     """
     if isinstance(rings, Gathered):
-        shards = _Gather(shard, rings)
         rank, size = world(rings)
+        shards = Gather(shard, rings, rank)
         for distance in range(size):
             source = (rank - distance) % size
             yield source, shards[source]
@@ -82,10 +78,11 @@ def bring_home(shard: Shard, rings: Rings, grad: Grad) -> Shard:
     while the sum of the others makes its last hop: W - 1 hops of gradients, all of them behind compute. The
     price is that the first hop of keys has nothing to hide behind: half the bytes of a last hop of gradients.
     On two levels the own inner round is cut in two: its first half hides the first outer hop of keys, its
-    second half the last outer hop of gradients; only an inner hop of keys a round is waited for.
+    second half the last outer hop of gradients; only an inner hop of keys a round is waited for. That
+    takes up to seven partial sums and six shards of keys at a time, where a flat ring takes three and two.
     """
     if isinstance(rings, Gathered):
-        return _gathered_home(_Gather(shard, rings), 0, rings, grad)
+        return _gathered_home(Gather(shard, rings, world(rings)[0]), 0, rings, grad)
     homing = _homing(shard, rings, grad)
     while True:
         try:
@@ -119,7 +116,7 @@ def _rounds(shard: Shard, ring) -> Iterator[tuple[int, Shard]]:
     rank, size = world([ring])
     held, spare = shard, None
     for hop in range(size):
-        arriving = _Hop(held, ring, rank + 1, rank - 1, buffers=spare) if hop < size - 1 else None
+        arriving = Hop(held, ring, rank + 1, rank - 1, buffers=spare) if hop < size - 1 else None
         yield (rank - hop) % size, held
         if arriving is not None:
             spare = held if hop > 0 else None
@@ -152,12 +149,12 @@ def _homing(shard: Shard, rings: Rings, grad: Grad) -> Generator[None, None, Sha
         if arriving is not None:
             _add(mine, arriving.wait())
         spare = arriving.sent if arriving is not None else None
-        arriving = _Hop(mine, twin(ring), rank + 1, rank - 1, buffers=spare)
+        arriving = Hop(mine, twin(ring), rank + 1, rank - 1, buffers=spare)
     mine = yield from own
     return _add(mine, arriving.wait())
 
 
-def _gathered_home(shards: "_Gather", first: int, rings: Rings, grad: Grad) -> Shard:
+def _gathered_home(shards: Gather, first: int, rings: Rings, grad: Grad) -> Shard:
     """bring_home over gathered shards: every share goes straight to the owner of its shard.
 
     `first` is the number of the first shard of these rings. Own share first, while shards are gathered; the
@@ -178,7 +175,7 @@ def _gathered_home(shards: "_Gather", first: int, rings: Rings, grad: Grad) -> S
             total = share
         else:
             spare = sending.received if sending is not None else None
-            sending = _Hop(share, twin(ring), owner, rank + distance, buffers=spare)
+            sending = Hop(share, twin(ring), owner, rank + distance, buffers=spare)
     return total if sending is None else _add(total, sending.wait())
 
 
@@ -186,108 +183,3 @@ def _add(into: Shard, terms: Shard) -> Shard:
     for tensor, term in zip(into, terms, strict=True):
         tensor.add_(term)
     return into
-
-
-class _Hop:
-    """One exchange in flight: `tensors` to a rank of the ring, those of another into `buffers`.
-
-    Ranks are taken modulo the size of the ring.
-    """
-
-    def __init__(self, tensors: Shard, ring, to: int, source: int, *, buffers: Shard | None = None):
-        self.sent = tensors
-        self.received = buffers or tuple(torch.empty_like(tensor) for tensor in tensors)
-        size = dist.get_world_size(ring)
-        operations = []
-        for tag, (sent, received) in enumerate(zip(tensors, self.received, strict=True)):
-            # The tag keeps keys and values apart where the backend matches by tag (gloo).
-            operations.append(dist.P2POp(dist.isend, sent, group=ring, group_peer=to % size, tag=tag))
-            operations.append(dist.P2POp(dist.irecv, received, group=ring, group_peer=source % size, tag=tag))
-        self.requests = dist.batch_isend_irecv(operations)
-
-    def wait(self) -> Shard:
-        """The received tensors, ready for use on the current stream."""
-        for request in self.requests:
-            request.wait()
-        return self.received
-
-
-class _Gather:
-    """The shards of all ranks, by rank; on their way until one that is not this rank's own is asked for.
-
-    The outermost groups exchange first: a shard passes each slow link once, and only to ranks of the same
-    place in their inner group, which then share what they have.
-    """
-
-    def __init__(self, shard: Shard, rings: Rings):
-        self.own, self.rank = shard, world(rings)[0]
-        self.left = list(rings)
-        self.parts, self.sizes = shard, ()
-        self.requests: list = []
-        self._send()
-
-    def __getitem__(self, source: int) -> Shard:
-        if source == self.rank:
-            return self.own
-        while self.requests:
-            for request in self.requests:
-                request.wait()
-            self._send()
-        place, index = source, []
-        for size in self.sizes:
-            index.append(place % size)
-            place //= size
-        return tuple(part[tuple(index)] for part in self.parts)
-
-    def _send(self) -> None:
-        """Starts the exchange among the outermost group that is left; parts become [size, *its shape]."""
-        self.requests = []
-        if not self.left:
-            return
-        group = self.left.pop()
-        size = dist.get_world_size(group)
-        if size == 1:
-            self.parts, self.sizes = tuple(part[None] for part in self.parts), (1, *self.sizes)
-            return self._send()
-        held, self.parts = self.parts, tuple(part.new_empty(size, *part.shape) for part in self.parts)
-        self.sizes = (size, *self.sizes)
-        for part, whole in zip(held, self.parts, strict=True):
-            self.requests.append(
-                dist.all_gather_into_tensor(whole.flatten(0, 1), part, group=group, async_op=True)
-            )
-
-
-_twins: dict[Any, Any] = {}
-
-
-def twin(group):
-    """A second communicator of the ranks of `group`, made when all of them first ask for it, then kept."""
-    if group not in _twins:
-        _twins[group] = _make_twin(group)
-    return _twins[group]
-
-
-def _make_twin(group):
-    default = c10d._get_default_group()
-    group = default if group is None else group
-    ranks = dist.get_process_group_ranks(group)
-    if default.bound_device_id is not None and dist.get_backend(group) == "nccl":
-        # NCCL communicators of a bound device are split off their parent, which has to be in use for that.
-        dist.barrier(group)
-        return dist.split_group(group, [list(range(len(ranks)))], group_desc="gradients")
-    # new_group wants every process of the job; with use_local_synchronization it names the group after the
-    # number of groups that this process is in, which ranks need not agree on. The parent's name is shared.
-    backend, _ = c10d._world.pg_map[group]
-    _, store = c10d._world.pg_map[default]
-    made, _ = c10d._new_process_group_helper(
-        len(ranks),
-        dist.get_rank(group),
-        ranks,
-        c10d.Backend(backend),
-        store,
-        f"{group.group_name}/gradients",
-        timeout=c10d._get_default_timeout(c10d.Backend(backend)),
-        group_desc="gradients",
-    )
-    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made

@@ -120,7 +120,7 @@ def program(rank: int, shape, *, backward: bool, key_bytes: int, grad_bytes: int
         return Group(group.ranks, group.place, twin=True)
 
     rings, shard = groups_of(rank, tuple(shape)), (_Tensor(key_bytes),)
-    with patch.multiple(ring, dist=_Groups, _Hop=Recorder, twin=twin):
+    with patch.multiple(ring, dist=_Groups, Hop=Recorder, twin=twin):
         if backward:
             ring.bring_home(shard, rings, grad)
         else:
