@@ -203,10 +203,31 @@ def check_vocabulary(args: Namespace) -> None:
     for prefix in [] if args.mock_data else dataset_prefixes(args):
         if "://" in prefix:
             continue
-        tokens = np.memmap(f"{prefix}.bin", dtype=IndexedDataset(prefix).index.dtype, mode="r")
+        tokens = np.memmap(f"{prefix}.bin", dtype=_checked_index(prefix).dtype, mode="r")
         largest = int(tokens[: 1 << 22].max(initial=0))  # a part that is read in no time
         if largest >= size:
             raise ValueError(
                 f"data set {prefix} has token {largest}; a vocabulary of {size} ends at {size - 1}. Give the "
                 "tokenizer that wrote it, or a larger --vocab-size"
             )
+
+
+def _checked_index(prefix: str):
+    """Megatron's index of a data set. Raises ValueError when it is damaged, or the .bin too short for it.
+
+    Without this check a short file ends a run with a bus error, when its first missing page is read.
+    """
+    try:
+        index = IndexedDataset(prefix).index
+        ends = index.sequence_pointers + index.sequence_lengths.astype(np.int64) * index.dtype_size
+        needed, first = int(ends.max(initial=0)), int(index.sequence_pointers.min(initial=0))
+    except Exception as error:  # Megatron's reader fails in as many ways as a file can be damaged
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"data set index {prefix}.idx is damaged ({reason}); write it again") from None
+    size = Path(f"{prefix}.bin").stat().st_size
+    if not size or needed > size or first < 0:
+        raise ValueError(
+            f"data set file {prefix}.bin has {size} bytes, its index needs {needed}; the file is cut or of "
+            "another data set, copy it again"
+        )
+    return index

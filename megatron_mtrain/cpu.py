@@ -2,13 +2,16 @@
 
 Megatron-Core names CUDA devices, streams and random generators directly. `prepare_megatron()` answers those
 calls for a CPU, in one place, before Megatron starts. With a GPU it only mends two things of the wheel that
-are not about the CPU: `_skip_helper_build` and `_use_group_step_adam`. What a CPU run needs on the command
-line is in `CPU_DEFAULTS`, so a CPU recipe has the flags of a GPU recipe.
+are not about the CPU, `_skip_helper_build` and `_use_group_step_adam`, and watches the process of
+--async-save. What a CPU run needs on the command line is in `CPU_DEFAULTS`, so a CPU recipe has the flags of
+a GPU recipe.
 """
 
 import importlib.util
 import logging
 import os
+import threading
+import time
 import warnings
 from collections import defaultdict
 from contextlib import nullcontext
@@ -22,6 +25,7 @@ import megatron.core.tensor_parallel.random as random
 import megatron.training.training as training
 import torch
 import torch._dynamo
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from torch.optim.adam import adam
 from torch.overrides import TorchFunctionMode
 
@@ -45,6 +49,7 @@ def prepare_megatron() -> None:
     """Makes Megatron run on this machine, with or without a GPU. Call it before Megatron starts."""
     _skip_helper_build()
     _use_group_step_adam()
+    PersistentAsyncCaller.async_loop = staticmethod(_prepared_async_loop)
     if not torch.cuda.is_available():
         _answer_device_calls()
         _answer_random_calls()
@@ -60,6 +65,25 @@ def _skip_helper_build() -> None:
     """
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = lambda: None
+
+
+_async_loop = PersistentAsyncCaller.async_loop
+
+
+def _prepared_async_loop(*args, **kwargs) -> None:
+    """The process that writes the checkpoints of --async-save: it starts afresh, so it is prepared afresh.
+
+    It waits for its rank's requests for ever: without the watch it would outlive a rank that is killed.
+    """
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    prepare_megatron()
+    _async_loop(*args, **kwargs)
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
 
 
 class GroupStepAdam(torch.optim.Optimizer):

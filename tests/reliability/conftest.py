@@ -10,12 +10,16 @@ from tests.reliability import nursery
 STEPS, TOKENS = 8, 256
 MODEL = f"""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2
-    --seq-length {TOKENS} --global-batch-size 2 --init-method-std 0.2 --tokenizer-type NullTokenizer --vocab-size
-    256 --make-vocab-size-divisible-by 64 --eval-iters 0 --log-interval 1 --num-workers 0 --lr 1e-2
+    --seq-length {TOKENS} --global-batch-size 2 --init-method-std 0.2 --tokenizer-type NullTokenizer
+    --vocab-size 256 --make-vocab-size-divisible-by 64 --eval-iters 0 --log-interval 1 --num-workers 0 --lr 1e-2
     --lr-decay-style constant --weight-decay 0 --split 100,0,0 --distributed-timeout-minutes 1
     --context-parallel-size 2 --attn-type moba --use-distributed-optimizer
 """.split()
-LAYOUTS = {"cp2": (2, []), "cp2tp2": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"])}
+LAYOUTS = {
+    "cp1": (1, ["--context-parallel-size", "1"]),
+    "cp2": (2, []),
+    "cp2tp2": (4, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+}
 
 
 class Site:
@@ -46,4 +50,8 @@ class Site:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory):
-    return Site(tmp_path_factory.mktemp("site"))
+    """Starts the run that hangs at once: its timeout is a minute, which passes while other tests run."""
+    place = Site(tmp_path_factory.mktemp("site"))
+    place.hung = place.start("hung", fault=nursery.Fault(1, 3, "forward", "hang"))
+    yield place
+    place.hung.stop()

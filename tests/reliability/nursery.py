@@ -16,7 +16,7 @@ from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pretrain_qwen", "torch.distributed.checkpoint", "tensorboard"])
-DEADLINE = 240  # seconds after which a run counts as hung
+DEADLINE = 120  # seconds after which a run counts as hung
 
 
 @dataclass(frozen=True)

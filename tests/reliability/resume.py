@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from tests.reliability.conftest import STEPS, Site
-from tests.reliability.nursery import Run
+from tests.reliability.nursery import DEADLINE, Run
 
 EVERY = 2  # steps between checkpoints
 
@@ -21,11 +21,12 @@ def latest(folder: Path) -> int:
     return int(tracker.read_text()) if tracker.is_file() else 0
 
 
-def kill_while_saving(site: Site, name: str, flags=(), *, step: int, rank: int, delay: float = 0.0) -> Path:
+def kill_while_saving(site: Site, name: str, flags=(), *, step: int, rank: int, delay=0.0, **how) -> Path:
     """Kills `rank` `delay` seconds after the checkpoint of `step` appears; the folder of that checkpoint."""
-    run = site.start(name, [*saving(site, name), *flags])
+    run = site.start(name, [*saving(site, name), *flags], **how)
     torn = site.folder / name / "saved" / f"iter_{step:07d}"
-    while not torn.is_dir() and run.processes[rank].is_alive():
+    end = time.monotonic() + DEADLINE
+    while not torn.is_dir() and run.processes[rank].is_alive() and time.monotonic() < end:
         time.sleep(0.001)
     time.sleep(delay)
     run.processes[rank].kill()

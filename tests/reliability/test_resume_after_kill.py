@@ -28,11 +28,11 @@ def test_kill(site, point):
     check_continues(site, name, first=FAULTS[point].step - (FAULTS[point].step - 1) % 2)
 
 
-@pytest.mark.parametrize("flags", [[], ASYNC], ids=["sync", "async"])
-def test_kill_while_saving(site, flags):
+@pytest.mark.parametrize(("flags", "layout"), [([], "cp2"), (ASYNC, "cp1")], ids=["sync", "async"])
+def test_kill_while_saving(site, flags, layout):
     """The torn checkpoint is not loaded, the complete one before it is."""
-    name = f"save{len(flags)}"
-    torn = kill_while_saving(site, name, flags, step=6, rank=1)
+    name = f"save-{layout}"
+    torn = kill_while_saving(site, name, flags, step=6, rank=0, layout=layout)
     assert latest(site.folder / name / "saved") == 4
-    check_continues(site, name, flags, first=5)
+    check_continues(site, name, flags, first=5, layout=layout)
     assert torn.is_dir()

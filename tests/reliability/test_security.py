@@ -1,0 +1,93 @@
+"""No code from data: what a file or a name can make the program do is read numbers."""
+
+import ast
+import pickle
+from pathlib import Path
+
+import pytest
+
+from tests.tools.data.conftest import COLUMNS
+from tests.tools.data.mds_writer import write_domain
+from tools.data.files import DataError
+from tools.data.mds import read_index
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path
+    for folder in ("megatron_mtrain", "kernels", "tools", "examples")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+] + [ROOT / "pretrain_qwen.py", ROOT / "setup.py"]
+# Whole names of calls that can run code or a shell out of data.
+FORBIDDEN = {
+    *("eval", "exec", "compile", "__import__", "os.system", "os.popen", "runpy.run_path"),
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.load", "marshal.loads", "shelve.open"),
+    *("yaml.load", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "joblib.load", "dill.load"),
+}
+# Keyword arguments that do.
+SWITCHES = {("allow_pickle", True), ("shell", True), ("trust_remote_code", True), ("weights_only", False)}
+
+
+def dangers(source: str) -> list[str]:
+    """The dangerous calls of a Python text: name and line."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = ast.unparse(node.func)
+        given = {word.arg: getattr(word.value, "value", None) for word in node.keywords}
+        bare = name == "torch.load" and given.get("weights_only") is not True
+        if name in FORBIDDEN or bare or SWITCHES & set(given.items()):
+            found.append(f"{name}, line {node.lineno}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_call_runs_code_from_data(path):
+    assert dangers(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *("eval(text)", "pickle.load(file)", "yaml.load(file, Loader)", "torch.load(file)"),
+        *("torch.load(file, weights_only=False)", "numpy.load(file, allow_pickle=True)"),
+        *("subprocess.run(text, shell=True)", "AutoModel.from_pretrained(name, trust_remote_code=True)"),
+    ],
+)
+def test_the_search_finds_what_it_looks_for(call):
+    assert dangers(f"x = {call}") != []
+    assert dangers("yaml.safe_load(x); torch.load(x, weights_only=True); model.eval()") == []
+
+
+@pytest.mark.parametrize("name", ["../outside.mds", "/etc/passwd", "a/../../outside.mds"])
+def test_an_mds_index_cannot_name_files_elsewhere(tmp_path, name):
+    write_domain(tmp_path / "in", {"length": "int"}, [[{"length": 3}]])
+    path = tmp_path / "in" / "index.json"
+    path.write_text(path.read_text().replace("shard.00000.mds", name))
+    with pytest.raises(DataError, match="leads out of the folder"):
+        read_index(tmp_path / "in")
+    assert COLUMNS
+
+
+class Poison:
+    """An object whose pickle makes a file when it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    """Neither in the metadata nor in what is no tensor: refused before anything is made of it."""
+    from megatron_mtrain.guards import check_checkpoint
+
+    mark = tmp_path / "mark"
+    for name in (".metadata", "common.pt"):
+        folder = tmp_path / name.strip(".")
+        folder.mkdir()
+        (folder / name).write_bytes(pickle.dumps({"a": Poison(mark)}))
+        with pytest.raises(ValueError, match="pathlib.*do not load it"):
+            check_checkpoint(folder)
+    assert not mark.exists()
