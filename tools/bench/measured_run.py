@@ -148,7 +148,7 @@ def planned(args, shape: QwenShape) -> Run:
         sequence_parallel=args.sequence_parallel, distributed_optimizer=args.use_distributed_optimizer,
         transformer_engine=args.transformer_impl == "transformer_engine",
         recompute="full" if args.recompute_granularity == "full" else "none",
-        attn_type=args.attn_type, attn_reuse=attention.reuse,
+        attn_type=args.attn_type, attn_reuse=attention.reuse, ring_comm=attention.ring_comm,
         loss_chunk_size=args.loss_chunk_size, mlp_chunk_size=args.mlp_chunk_size,
         offload_layer_inputs=args.offload_layer_inputs, **budgets(attention),
     )  # fmt: skip

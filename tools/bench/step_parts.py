@@ -132,6 +132,7 @@ def watch_functions(recorder: Recorder, patch=setattr) -> None:
     patch(loss, "chunked_loss", recorder.marked("loss", loss.chunked_loss))
     patch(core_attention, "build_index", recorder.timed("index", core_attention.build_index))
     patch(ring.Hop, "wait", recorder.timed("communication", ring.Hop.wait))
+    patch(ring.Gather, "__getitem__", recorder.timed("communication", ring.Gather.__getitem__))
     for kind in SparseIndex.__subclasses__():
         patch(kind, "tiles", recorder.timed("index", kind.tiles))
 

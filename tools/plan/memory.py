@@ -76,6 +76,7 @@ def _changes(run: Run) -> Iterator[tuple[str, dict]]:
     full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
     yield full, {"recompute": "full"}
     yield "--attn-reuse index", {"attn_reuse": "index"}
+    yield "--ring-comm ring", {"ring_comm": "ring"}
     yield "--mlp-chunk-size 16384", {"mlp_chunk_size": 16384}
     yield "--offload-layer-inputs", {"recompute": "full", "offload_layer_inputs": True}
     for cp in (run.cp * 2, run.cp * 4, run.cp * 8):
@@ -110,6 +111,7 @@ def arguments() -> argparse.Namespace:
     flag("--attn-type", choices=ATTN_TYPES, default="dense")
     flag("--train-attn-config", help="YAML of the method, for its budgets")
     flag("--attn-reuse", choices=["nothing", "index", "output"], default="index")
+    flag("--ring-comm", choices=["ring", "allgather"], default="ring")
     flag("--loss-chunk-size", type=int, default=Run.loss_chunk_size, help="tokens; 0: Megatron's own loss")
     flag("--mlp-chunk-size", type=int, default=0, help="tokens; 0: all")
     flag("--offload-layer-inputs", action="store_true")

@@ -18,6 +18,7 @@ ATTENTION = ("norm before attention", "rotary factors", "query, key, value", "at
 class Run:
     """What decides the memory of a run. Sizes are in tokens; parallel sizes in ranks.
 
+    ring_comm is how shards travel: ring, or allgather, with those of all ranks there at once.
     columns and moba are the widest budgets of minfer (columns a head) and moba (chunk size, chunks a token).
     """
 
@@ -34,6 +35,7 @@ class Run:
     recompute: str = "none"
     attn_type: str = "dense"
     attn_reuse: str = "index"
+    ring_comm: str = "ring"
     block_size: int = 128
     columns: int = 4096
     moba: tuple[int, int] = (4096, 12)
@@ -188,11 +190,12 @@ def attention_backward(run: Run) -> dict[str, int]:
     query, keys = T * h * d, 2 * T * g * d
     lists = index_bytes(run)[1] + T * h * 4  # lse in the kernels' base
     casts = (query + keys) * 2
+    visitors = run.cp if run.ring_comm == "allgather" else 2
     return {
         "gradient of attention out": query * 2 + T * h * 4,
         "dq accumulators (fp32)": query * 4 * (2 if ring else 1),
         "dk, dv accumulators (fp32)": keys * 4 * (3 if ring else 1),
-        "key and value ring buffers": keys * 2 * (2 if ring else 0),
+        "visiting keys and values": keys * 2 * (visitors if ring else 0),
         "tile lists and columns, or casts of dq, dk, dv": max(lists, casts),
     }
 

@@ -108,6 +108,9 @@ def test_by_hand():
     assert index_bytes(large(attn_type="dense"))[1] == 2 * 16 * 2**20
     # moba's lists hold the tiles of a query's own chunk alone: 32 blocks
     assert index_bytes(large(attn_type="moba"))[1] == 2 * 2**20
+    # 2 key heads of 128 elements, keys and values, bf16: 64 MiB a shard
+    assert attention_backward(run)["visiting keys and values"] == 2 * 64 * 2**20
+    assert attention_backward(large(ring_comm="allgather"))["visiting keys and values"] == 8 * 64 * 2**20
     assert layer_saves(run)["MLP"] == 3 * 11008 * 65536 * 2
     assert layer_saves(large(mlp_chunk_size=8192))["MLP"] == 0
 
