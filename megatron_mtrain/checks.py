@@ -17,6 +17,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 
 from .config import AttentionConfig
 from .layouts import make_layout
+from .metadata import check_checkpoint
 
 NO_PACKING = "packed (THD) sequences are not supported"
 NO_GRAPHS = "CUDA graphs cannot hold an index that changes every step"
@@ -70,6 +71,8 @@ def validate(args: Namespace) -> AttentionConfig:
     if args.num_layers is not None and args.num_attention_heads is not None:
         attention.check_model(num_layers=args.num_layers, num_heads=args.num_attention_heads)
     _check_dataset(args)
+    check_checkpoint(args.load, args.ckpt_step)
+    check_checkpoint(args.pretrained_checkpoint)
     return attention
 
 

@@ -49,7 +49,7 @@ def prepare_megatron() -> None:
     """Makes Megatron run on this machine, with or without a GPU. Call it before Megatron starts."""
     _skip_helper_build()
     _use_group_step_adam()
-    PersistentAsyncCaller.async_loop = staticmethod(_prepared_async_loop)
+    PersistentAsyncCaller.async_loop = staticmethod(partial(_prepared_async_loop, os.getpid()))
     if not torch.cuda.is_available():
         _answer_device_calls()
         _answer_random_calls()
@@ -70,20 +70,23 @@ def _skip_helper_build() -> None:
 _async_loop = PersistentAsyncCaller.async_loop
 
 
-def _prepared_async_loop(*args, **kwargs) -> None:
+def _prepared_async_loop(rank_process: int, *args, **kwargs) -> None:
     """The process that writes the checkpoints of --async-save: it starts afresh, so it is prepared afresh.
 
     It waits for its rank's requests for ever: without the watch it would outlive a rank that is killed.
     """
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(rank_process,), daemon=True).start()
     prepare_megatron()
     _async_loop(*args, **kwargs)
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
-    os._exit(1)
+def _end_with(process: int) -> None:
+    try:
+        while True:
+            os.kill(process, 0)  # sends nothing, asks whether it exists
+            time.sleep(1)
+    except ProcessLookupError:
+        os._exit(1)
 
 
 class GroupStepAdam(torch.optim.Optimizer):

@@ -11,8 +11,8 @@ STEPS, TOKENS = 8, 256
 MODEL = f"""
     --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4 --num-query-groups 2
     --seq-length {TOKENS} --global-batch-size 2 --init-method-std 0.2 --tokenizer-type NullTokenizer
-    --vocab-size 256 --make-vocab-size-divisible-by 64 --eval-iters 0 --log-interval 1 --num-workers 0 --lr 1e-2
-    --lr-decay-style constant --weight-decay 0 --split 100,0,0 --distributed-timeout-minutes 1
+    --vocab-size 256 --make-vocab-size-divisible-by 64 --eval-iters 0 --log-interval 1 --num-workers 0
+    --lr 1e-2 --lr-decay-style constant --weight-decay 0 --split 100,0,0 --distributed-timeout-minutes 1
     --context-parallel-size 2 --attn-type moba --use-distributed-optimizer
 """.split()
 LAYOUTS = {

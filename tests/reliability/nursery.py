@@ -50,9 +50,9 @@ class Run:
                 self.processes[0].join(3)
                 self.stop()
             time.sleep(0.02)
-        for process in self.processes:
-            process.join()
-        return [process.exitcode for process in self.processes]
+        codes = [process.exitcode for process in self.processes]
+        self.stop()  # a rank that was killed may have left helpers behind, in its process group
+        return codes
 
     def stop(self) -> None:
         """Ends what still runs, and the processes that Megatron started to write checkpoints."""

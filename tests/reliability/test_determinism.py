@@ -47,4 +47,3 @@ def test_index_and_gradients_are_equal_on_all_replicas(gang):
         assert all((mask == masks[0]).all() for mask in masks)
         for rank, other in zip(*rings, strict=True):
             assert all((a == b).all() for a, b in zip(rank, other, strict=True))
-

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_mtrain.metadata import check_metadata
 from megatron_mtrain.presets import common_state
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -131,6 +132,7 @@ class TorchDistReader:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        check_metadata(folder)
         self._reader = FileSystemReader(folder)
         try:
             self._metadata = self._reader.read_metadata()
