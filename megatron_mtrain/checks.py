@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import _IndexReader
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training import get_tokenizer
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -221,7 +221,7 @@ def _checked_index(prefix: str):
     Without this check a short file ends a run with a bus error, when its first missing page is read.
     """
     try:
-        index = IndexedDataset(prefix).index
+        index = _IndexReader(f"{prefix}.idx", multimodal=False)
         ends = index.sequence_pointers + index.sequence_lengths.astype(np.int64) * index.dtype_size
         needed, first = int(ends.max(initial=0)), int(index.sequence_pointers.min(initial=0))
     except Exception as error:  # Megatron's reader fails in as many ways as a file can be damaged

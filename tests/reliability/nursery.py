@@ -16,7 +16,7 @@ from pathlib import Path
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["pretrain_qwen", "torch.distributed.checkpoint", "tensorboard"])
-DEADLINE = 120  # seconds after which a run counts as hung
+DEADLINE = 180  # seconds after which a run counts as hung
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Run:
         while any(process.is_alive() for process in self.processes):
             if time.monotonic() > end:
                 self.stop()
-                raise TimeoutError(f"the run in {self.folder} did not end in {deadline} s")
+                raise TimeoutError(f"{self.folder}: no end after {deadline} s\n{self.log()[-2000:]}")
             if stop_others and any(process.exitcode for process in self.processes):
                 self.processes[0].join(3)
                 self.stop()
