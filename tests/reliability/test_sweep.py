@@ -9,7 +9,8 @@ DOC = Path(__file__).parents[2] / "docs" / "RELIABILITY.md"
 # Words of a rule or a way out; a message has to have one.
 WAY_OUT = (
     "use|give|set|choose|allowed|leave|nearest|must|needs?|copy|write|expected|lower|start|add|layouts are|"
-    "budget is|says|neither|shipped|only|cannot|has to be|does not|not load|complete ones|download|is missing|is not|unknown|holds"
+    "budget is|says|neither|shipped|only|cannot|has to be|does not|not load|complete ones|download|"
+    "is missing|is not|unknown|holds"
 )
 
 
