@@ -20,10 +20,12 @@ $(VENV)/installed: setup.py constraints.txt
 demo: setup
 	PYTHONWARNINGS=ignore::UserWarning PATH="$(CURDIR)/$(VENV)/bin:$$PATH" bash examples/demo_cpu.sh
 
-# The kernels' tests run under Triton's interpreter, which has to be chosen before Triton is imported.
+# The kernels' tests run under Triton's interpreter, which has to be chosen before Triton is imported. Tests of a single
+# process share the cores; those that start processes of their own have them to themselves.
 test: setup
-	$(RUN) -m pytest -q tests --ignore tests/kernels
-	TRITON_INTERPRET=1 $(RUN) -m pytest -q tests/kernels
+	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n 2 tests/kernels
+	$(RUN) -m pytest -q -n 2 tests/tools tests/test_*.py
+	$(RUN) -m pytest -q tests/model tests/ring tests/reliability
 
 test-gpu:
 	$(or $(PYTHON),python3) -m pytest -q -m gpu tests

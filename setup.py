@@ -26,7 +26,16 @@ setup(
     ],
     extras_require={
         "gpu": ["transformer-engine[core_cu13,pytorch]>=2.20", "flash-attn-4>=4.0.0b36"],
-        "test": ["dashscope", "hypothesis", "llama-models", "pytest", "ruff==0.17.6", "tiktoken"],
+        # dashscope and llama-models carry the tokenizers of Qwen and Llama 3.
+        "test": [
+            "dashscope",
+            "hypothesis",
+            "llama-models",
+            "pytest",
+            "pytest-xdist",
+            "ruff==0.17.6",
+            "tiktoken",
+        ],
         "tools": ["huggingface_hub", "matplotlib", "pyarrow", "tiktoken", "xxhash", "zstandard"],
     },
 )
