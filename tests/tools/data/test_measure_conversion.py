@@ -7,7 +7,7 @@ from tools.data import measure_conversion
 
 def test_it_measures(run, target, ranks, tmp_path):
     pytest.importorskip("transformers")
-    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 50)
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 20_000)
     line = [
         "--input",
         tmp_path / "a.jsonl",
