@@ -4,7 +4,6 @@ Every later stage (embedding, layers, loss) works on these tokens as they come; 
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 import torch
 
@@ -39,11 +38,6 @@ def slice_batch(
     device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
     num_tokens = batch["tokens"].size(1)
     layout = make_layout(attention.layout, num_tokens, world_size, attention.block_size)
-    positions = _positions(layout, rank, device)
+    positions = layout.positions(rank, device)
     # Copied whole and cut on the device: the copy starts from pinned memory and nobody waits for it.
     return {name: batch[name].to(device, non_blocking=True).index_select(1, positions) for name in FIELDS}
-
-
-@lru_cache(maxsize=8)
-def _positions(layout, rank: int, device) -> torch.Tensor:
-    return layout.positions(rank).to(device)

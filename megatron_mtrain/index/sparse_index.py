@@ -34,10 +34,6 @@ class SparseIndex(ABC):
         it."""
         return self
 
-    def block_distance(self, source: int, device) -> torch.Tensor:
-        """Query block minus key block in global ids: int64 [m, n]; negative where the key block is later."""
-        return self.layout.blocks(self.rank, device)[:, None] - self.layout.blocks(source, device)
-
 
 def causal_mask(num_tokens: int, device) -> torch.Tensor:
     """u <= t as bool [N, N]."""
