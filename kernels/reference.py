@@ -42,22 +42,26 @@ def token_mask(tiles, blocks: slice, listed: torch.Tensor) -> torch.Tensor:
     `listed` is block_mask(tiles, n): passed in because it is shared by all row ranges.
     """
     size, (b, h, m, n) = tiles.block_size, listed.shape
-    rows = listed[:, :, blocks]
-    mask = rows[:, :, :, None, :, None].expand(-1, -1, -1, size, -1, size).clone()
+    block_rows = listed[:, :, blocks]
+    mask = block_rows[:, :, :, None, :, None].expand(-1, -1, -1, size, -1, size).clone()
     if tiles.diagonal:
         causal = torch.ones(size, size, dtype=torch.bool, device=listed.device).tril()
         for at, block in enumerate(range(*blocks.indices(m))):
             mask[:, :, at, :, block] &= causal
-    mask = mask.reshape(b, h, rows.shape[2] * size, n * size)
+    mask = mask.reshape(b, h, block_rows.shape[2] * size, n * size)
     if tiles.columns is not None:
         columns = tiles.columns
         visible = unpack_bits(columns.visible[:, :, blocks])[..., : columns.index.shape[-1]]
-        hits = torch.zeros(*rows.shape[:3], n * size, dtype=torch.int32, device=listed.device)
+        hits = torch.zeros(*block_rows.shape[:3], n * size, dtype=torch.int32, device=listed.device)
         hits.scatter_add_(-1, columns.index[:, :, None].expand_as(visible).long(), visible.int())
         mask |= hits.bool().repeat_interleave(size, dim=2)
+    first = blocks.indices(m)[0] * size
+    rows = slice(first, first + mask.shape[2])
     if tiles.routes is not None:
-        first = blocks.indices(m)[0] * size
-        mask |= routed_rows(tiles.routes, slice(first, first + mask.shape[2]), n * size)
+        mask |= routed_rows(tiles.routes, rows, n * size)
+    if tiles.first_key is not None:
+        keys = torch.arange(n * size, device=mask.device)
+        mask &= (keys >= tiles.first_key[:, rows, None])[:, None]
     return mask
 
 

@@ -72,6 +72,8 @@ class Tiles(NamedTuple):
     columns      Columns or None
     routes       Routes or None
     rectangle    Rectangle or None: the same tiles in short, for kernels that need no lists
+    first_key    int32 [b, s] or None: row i attends no local key before first_key[:, i], whatever the tiles,
+                 columns and routes list. Ascending: this is where the document of a row begins
     key_count    int32 [b, g, n] and
     key_index    int32 [b, g, n, k'], the same tiles listed by key block and key head, for dK and dV: an entry
                  is (query head within its group) * m + query block, ascending. None in a forward
@@ -84,6 +86,7 @@ class Tiles(NamedTuple):
     columns: Columns | None = None
     routes: Routes | None = None
     rectangle: Rectangle | None = None
+    first_key: torch.Tensor | None = None
     key_count: torch.Tensor | None = None
     key_index: torch.Tensor | None = None
 

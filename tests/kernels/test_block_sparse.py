@@ -60,7 +60,7 @@ def test_large_scores(draw):
     step = draw((2, 1), (3, 3), 16, 32, SINGLE)
     out, lse = triton_backend.attend(step.query, step.key, step.value, step.tiles, 500.0)
     wanted, wanted_lse, *_ = exact(step, 500.0)
-    # A score is a float32 sum of 16 products: it is off by 16 half units in the last place of their greatest sum.
+    # A score is a float32 sum of 16 products: each may be off by half a unit of the largest.
     largest = 500.0 * float(step.query.norm(dim=-1).max() * step.key.norm(dim=-1).max())
     error = 16 * 2.0**-24 * largest
     assert (out - wanted).norm() <= 2 * error * wanted.norm()
