@@ -21,9 +21,9 @@ from megatron.training import get_args, training
 import pretrain_qwen
 from megatron_mtrain import core_attention
 from megatron_mtrain.checks import attention_config
+from megatron_mtrain.flops import attention_flops, linear_flops, peak_tflops, utilisation
 from megatron_mtrain.qwen_shape import QwenShape, from_arguments
 from tools.bench.bench_layer import attended_pairs
-from tools.bench.flops import attention_flops, linear_flops, peak_tflops, utilisation
 from tools.bench.step_parts import Recorder, watch_functions, watch_modules, watch_training
 from tools.plan.memory import budgets, peak
 from tools.plan.memory_parts import Run

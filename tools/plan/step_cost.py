@@ -12,8 +12,8 @@ How each part is known:
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from megatron_mtrain.flops import linear_flops
 from megatron_mtrain.layouts import Layout, make_layout
-from tools.bench.flops import linear_flops
 
 from . import work
 from .memory_parts import Run, parameters

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from megatron_mtrain import AttentionConfig, core_attention, make_layout
+from megatron_mtrain.flops import attention_flops, linear_flops, peak_tflops, utilisation
 from megatron_mtrain.presets import model_shape
 from megatron_mtrain.qwen_shape import QwenShape, to_hf
 from tools.bench import bench_train, step_parts
-from tools.bench.flops import attention_flops, linear_flops, peak_tflops, utilisation
 from tools.bench.measured_run import Bench
 from tools.bench.step_parts import PARTS, Recorder
 

@@ -5,7 +5,7 @@ Counted are the operations that the model needs, as in the usual model FLOPs uti
 counted; neither are norms, activations, the softmax, nor the index.
 """
 
-from megatron_mtrain.qwen_shape import QwenShape
+from .qwen_shape import QwenShape
 
 # Dense bf16 TFLOP/s of data sheets, by a part of the name that CUDA reports.
 PEAK_TFLOPS = {"H200": 989.5, "H100": 989.5, "B200": 2250.0, "A100": 312.0}
