@@ -73,6 +73,21 @@ def build(config, query, key, layout, rings, *, rank: int, layer: int, scale: fl
     method, heads = config.method, query.shape[2]
     budgets = _budgets(method.pattern_config_name, layer, config.head_offset, heads, query.device)
     probes = min(method.last_q, layout.num_tokens)
+    scores = probe_profiles(query, key, layout, rings, rank=rank, probes=probes, scale=scale)
+    kept = select(scores.flatten(0, 2), *budgets.rows(query.shape[1])).view(scores.shape)
+    columns, distances = kept.unbind(0)
+    columns[..., : method.sink_tokens] = True
+    distances[..., : method.local_window] = True
+    slots = min(budgets.most_columns + method.sink_tokens, layout.num_tokens)
+    on = block_distances(distances, layout.block_size)
+    return VerticalSlashIndex(layout, rank, on, columns, key.shape[2], slots)
+
+
+def probe_profiles(query, key, layout, rings, *, rank: int, probes: int, scale: float) -> torch.Tensor:
+    """Mean probability that the last `probes` queries give every column and every distance: [2, b, h, N].
+
+    query [s, b, h, d] and key [s, b, g, d] are this rank's shards; float32, float64 for float64 inputs.
+    """
     probe = _gather_probe(query, layout, rings, rank, probes)
     first, size = layout.num_tokens - probes, layout.block_size
     starts = layout.blocks(rank, query.device) * size
@@ -81,15 +96,7 @@ def build(config, query, key, layout, rings, *, rank: int, layer: int, scale: fl
         probe, key, starts, first, lse, scale=scale, block_size=size, num_tokens=layout.num_tokens
     )
     vertical = layout.unshard(list(all_gather(vertical, rings)), -1)
-    scores = torch.stack([vertical, all_reduce(slash, rings)])
-
-    kept = select(scores.flatten(0, 2), *budgets.rows(query.shape[1])).view(scores.shape)
-    columns, distances = kept.unbind(0)
-    columns[..., : method.sink_tokens] = True
-    distances[..., : method.local_window] = True
-    slots = min(budgets.most_columns + method.sink_tokens, layout.num_tokens)
-    on = block_distances(distances, size)
-    return VerticalSlashIndex(layout, rank, on, columns, key.shape[2], slots)
+    return torch.stack([vertical, all_reduce(slash, rings)])
 
 
 def block_distances(distances, block_size: int) -> torch.Tensor:
