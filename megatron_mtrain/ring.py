@@ -46,6 +46,17 @@ def world(rings: Rings) -> tuple[int, int]:
     return rank, size
 
 
+def sources(rings: Rings) -> list[int]:
+    """The ranks in the order in which `visit` yields their shards."""
+    if isinstance(rings, Gathered) or not rings:
+        rank, size = world(rings)
+        return [(rank - distance) % size for distance in range(size)]
+    *inner, ring = rings
+    rank, size = world([ring])
+    inside = sources(inner)
+    return [(rank - hop) % size * len(inside) + source for hop in range(size) for source in inside]
+
+
 def visit(shard: Shard, rings: Rings) -> Iterator[tuple[int, Shard]]:
     """Yields (source, shard of that rank) for every rank, this one first.
 
@@ -53,10 +64,8 @@ def visit(shard: Shard, rings: Rings) -> Iterator[tuple[int, Shard]]:
     next one is asked for; then its memory receives another shard. Iterate to the end: the peers wait for it.
     """
     if isinstance(rings, Gathered):
-        rank, size = world(rings)
-        shards = Gather(shard, rings, rank)
-        for distance in range(size):
-            source = (rank - distance) % size
+        shards = Gather(shard, rings, world(rings)[0])
+        for source in sources(rings):
             yield source, shards[source]
         return
     if not rings:

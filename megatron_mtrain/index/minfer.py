@@ -57,6 +57,9 @@ class VerticalSlashIndex(SparseIndex):
             count, index, source == self.rank, size, columns, key_count=key_count, key_index=key_index
         )
 
+    def statistics(self) -> dict[str, torch.Tensor]:
+        return {"columns": self.vertical.sum(-1), "slashes": self.slash_on.sum(-1)}
+
     def dense_mask(self) -> torch.Tensor:
         size, num_tokens = self.layout.block_size, self.layout.num_tokens
         block = torch.arange(num_tokens, device=self.vertical.device) // size
@@ -88,7 +91,7 @@ def probe_profiles(query, key, layout, rings, *, rank: int, probes: int, scale: 
 
     query [s, b, h, d] and key [s, b, g, d] are this rank's shards; float32, float64 for float64 inputs.
     """
-    probe = _gather_probe(query, layout, rings, rank, probes)
+    probe = gather_probe(query, layout, rings, rank, probes)
     first, size = layout.num_tokens - probes, layout.block_size
     starts = layout.blocks(rank, query.device) * size
     lse = torch.logsumexp(all_gather(log_mass(probe, key, starts, first, scale, size), rings), 0)
@@ -145,19 +148,20 @@ def _budgets(name, layer: int, head_offset: int, heads: int, device) -> _Budgets
     )
 
 
-def _gather_probe(query, layout: Layout, rings, rank: int, probes: int) -> torch.Tensor:
+def gather_probe(query, layout: Layout, rings, rank: int, probes: int) -> torch.Tensor:
     """The last `probes` queries of the sequence on every rank: [q, b, h, d].
 
     Every rank fills in the rows it holds and the sum completes them, exactly: all other terms are zero.
     """
-    rows, places = _probe_rows(layout, rank, probes, query.device)
+    rows, places = probe_rows(layout, rank, probes, query.device)
     probe = query.new_zeros(probes, *query.shape[1:])
     probe[places] = query[rows]
     return all_reduce(probe, rings)
 
 
 @lru_cache(maxsize=256)
-def _probe_rows(layout: Layout, rank: int, probes: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+def probe_rows(layout: Layout, rank: int, probes: int, device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which local rows of `rank` are among the last `probes` of the sequence, and which of those they are."""
     places = layout.positions(rank) - (layout.num_tokens - probes)
     rows = (places >= 0).nonzero()[:, 0]
     return rows.to(device), places[rows].to(device)

@@ -29,6 +29,10 @@ class SparseIndex(ABC):
         """Every attended pair as bool [b, h, N, N], (query, key) in global positions: for tests and
         drawings."""
 
+    def statistics(self) -> dict[str, torch.Tensor]:
+        """Numbers that describe the choice of every head: [b, h] by name, the same on all ranks."""
+        return {}
+
     def complete(self, rings) -> "SparseIndex":
         """The same index with all that dense_mask needs, gathered from the other ranks; all of them call
         it."""
