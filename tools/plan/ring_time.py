@@ -57,10 +57,14 @@ def step_seconds(pairs, tokens: int, heads: Heads, machine: Machine, *, backward
     return operations / machine.rate + merged / machine.memory
 
 
-def ring_pass(seconds, tokens: int, heads: Heads, shape, machine: Machine, *, backward: bool) -> Timeline:
-    """A forward or backward whose steps take `seconds` [W, W] by rank and source, on rings of `shape`."""
+def ring_pass(
+    seconds, tokens: int, heads: Heads, shape, machine: Machine, *, backward: bool, spans=None
+) -> Timeline:
+    """A forward or backward whose steps take `seconds` [W, W] by rank and source, on rings of `shape`;
+    `spans` as in simulate."""
     key_bytes = 2 * 2 * tokens * heads.key * heads.size
-    return simulate(programs(tuple(shape), backward, key_bytes), seconds.tolist(), machine.cluster)
+    events = programs(tuple(shape), backward, key_bytes)
+    return simulate(events, seconds.tolist(), machine.cluster, spans=spans)
 
 
 def worker_imbalance(work) -> float:

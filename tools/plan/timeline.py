@@ -12,6 +12,7 @@ Times are in seconds, sizes in bytes, bandwidths in bytes a second and direction
 import heapq
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 from unittest.mock import patch
 
 from megatron_mtrain import ring
@@ -144,8 +145,20 @@ class Timeline:
         return self.busiest / self.total if self.total else 1.0
 
 
-def simulate(programs: list[list[tuple]], compute, cluster: Cluster) -> Timeline:
-    """Plays the programs of all ranks; compute[rank][source] is seconds.
+class Span(NamedTuple):
+    """What a rank does from `begin` to `end`, in seconds: attend the shard of `source`, or wait (None)."""
+
+    rank: int
+    source: int | None
+    begin: float
+    end: float
+
+
+def simulate(
+    programs: list[list[tuple]], compute, cluster: Cluster, *, spans: list[Span] | None = None
+) -> Timeline:
+    """Plays the programs of all ranks; compute[rank][source] is seconds. Appends to `spans`, if given, what
+    every rank does.
 
     Raises RuntimeError when ranks wait for what nobody sends.
     """
@@ -158,6 +171,12 @@ def simulate(programs: list[list[tuple]], compute, cluster: Cluster) -> Timeline
     free: dict[tuple, float] = {}
     blocked: dict[tuple, int] = {}
     ready = [(0.0, rank) for rank in range(len(programs))]
+
+    def advance(rank, until, source=None):
+        """Moves the clock of a rank that attends `source`, or waits."""
+        if spans is not None and until > clock[rank]:
+            spans.append(Span(rank, source, clock[rank], until))
+        clock[rank] = until
 
     def match(key):
         """Starts the exchange `key` once both of its sides are there."""
@@ -182,9 +201,9 @@ def simulate(programs: list[list[tuple]], compute, cluster: Cluster) -> Timeline
             if key not in arrivals:
                 blocked[key] = rank
                 continue
-            clock[rank] = max(clock[rank], arrivals[key])
+            advance(rank, max(clock[rank], arrivals[key]))
         elif event[0] == "compute":
-            clock[rank] += float(compute[rank][event[1]])
+            advance(rank, clock[rank] + float(compute[rank][event[1]]), event[1])
         else:
             _, group, to, source, size = event
             number = counts[group, rank] = counts.get((group, rank), -1) + 1

@@ -88,3 +88,11 @@ def test_a_rank_that_never_sends_is_a_deadlock():
     broken[0] = [event for event in broken[0] if event[0] == "compute"]
     with pytest.raises(RuntimeError, match="nobody sends"):
         simulate(broken, [[1.0] * 3] * 3, ONE_NODE)
+
+
+def test_spans_tell_who_computes_and_who_waits():
+    spans = []
+    simulate(programs((2,), 2), [[4.0, 4.0], [1.0, 1.0]], ONE_NODE, spans=spans)
+    of_rank = [[tuple(span[1:]) for span in spans if span.rank == rank] for rank in range(2)]
+    assert of_rank[0] == [(0, 0.0, 4.0), (1, 4.0, 8.0)]
+    assert of_rank[1] == [(1, 0.0, 1.0), (None, 1.0, 1.5), (0, 1.5, 2.5)]
