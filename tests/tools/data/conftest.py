@@ -17,7 +17,7 @@ from tools.data.make_demo_data import save_tokenizer
 from tools.data.text_tokenizers import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[3]
-SAMPLE = ROOT.parent / "shared" / "data" / "prolong_sample"
+SAMPLE = Path(__file__).with_name("prolong_sample")
 COLUMNS = {"domain": "str", "indices": "ndarray:uint32", "input_ids": "ndarray:uint32", "length": "int"}
 HARD_TEXT = [
     "plain words, and a 2,048th line\nwith\ttabs\r\nand CRLF\f",
@@ -42,7 +42,6 @@ def packaged(package: str, name: str) -> Path | None:
 
 LLAMA3 = packaged("llama_models", "llama3/tokenizer.model")
 QWEN = packaged("dashscope", "resources/qwen.tiktoken")
-needs_sample = pytest.mark.skipif(not SAMPLE.is_dir(), reason="the ProLong sample is not beside the checkout")
 needs_ranks = pytest.mark.skipif(
     not (LLAMA3 and QWEN), reason="needs the packages llama-models and dashscope"
 )

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from tests.tools.data.conftest import COLUMNS, LLAMA3, QWEN, ROOT, SAMPLE, manifest, needs_ranks, needs_sample
+from tests.tools.data.conftest import COLUMNS, LLAMA3, QWEN, ROOT, SAMPLE, manifest, needs_ranks
 from tests.tools.data.mds_writer import write_domain
 from tools.data import prolong_to_indexed
 from tools.data.indexed import read_indexed
@@ -379,7 +379,6 @@ def test_only_one_writer(run, prolong, ranks, target, tmp_path):
     assert code == 1 and "another run is writing" in message
 
 
-@needs_sample
 @needs_ranks
 @pytest.mark.parametrize("workers", [1, 4])
 def test_the_sample_to_the_character(command, tmp_path, workers):
