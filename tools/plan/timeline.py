@@ -154,6 +154,19 @@ class Span(NamedTuple):
     end: float
 
 
+class _Clocks(list):
+    """The time of every rank, which moves when it attends `source`, or waits; noted in `spans`, if given."""
+
+    def __init__(self, ranks: int, spans: list[Span] | None):
+        super().__init__([0.0] * ranks)
+        self.spans = spans
+
+    def advance(self, rank: int, until: float, source: int | None = None) -> None:
+        if self.spans is not None and until > self[rank]:
+            self.spans.append(Span(rank, source, self[rank], until))
+        self[rank] = until
+
+
 def simulate(
     programs: list[list[tuple]], compute, cluster: Cluster, *, spans: list[Span] | None = None
 ) -> Timeline:
@@ -162,7 +175,7 @@ def simulate(
 
     Raises RuntimeError when ranks wait for what nobody sends.
     """
-    clock, at = [0.0] * len(programs), [0] * len(programs)
+    clock, at = _Clocks(len(programs), spans), [0] * len(programs)
     posted: dict[tuple, tuple] = {}  # (group, sender, n-th of this sender in the group) -> (time, bytes, to)
     receives: dict[tuple, float] = {}
     counts: dict[tuple, int] = {}
@@ -171,12 +184,6 @@ def simulate(
     free: dict[tuple, float] = {}
     blocked: dict[tuple, int] = {}
     ready = [(0.0, rank) for rank in range(len(programs))]
-
-    def advance(rank, until, source=None):
-        """Moves the clock of a rank that attends `source`, or waits."""
-        if spans is not None and until > clock[rank]:
-            spans.append(Span(rank, source, clock[rank], until))
-        clock[rank] = until
 
     def match(key):
         """Starts the exchange `key` once both of its sides are there."""
@@ -201,9 +208,9 @@ def simulate(
             if key not in arrivals:
                 blocked[key] = rank
                 continue
-            advance(rank, max(clock[rank], arrivals[key]))
+            clock.advance(rank, max(clock[rank], arrivals[key]))
         elif event[0] == "compute":
-            advance(rank, clock[rank] + float(compute[rank][event[1]]), event[1])
+            clock.advance(rank, clock[rank] + float(compute[rank][event[1]]), event[1])
         else:
             _, group, to, source, size = event
             number = counts[group, rank] = counts.get((group, rank), -1) + 1
