@@ -132,14 +132,14 @@ def list_by_key(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def list_ranges(first, count, slots: int, *, batch: int, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The lists of query blocks that attend a range of key blocks, alike for every batch entry and head.
+    """The lists of query blocks that attend a range of key blocks, alike for every head.
 
     Query block i attends key blocks first[i] .. first[i] + count[i] - 1, at most `slots`; first and count
-    int64 [m]. Returns count int32 [batch, heads, m] and index int32 [batch, heads, m, slots].
+    int64 [m], alike for every batch entry, or [batch, m]. Returns count int32 [batch, heads, m] and index
+    int32 [batch, heads, m, slots].
     """
-    index = first[:, None] + torch.arange(slots, device=first.device)
-    shape = (batch, heads, -1)
-    return count.int().expand(*shape).contiguous(), index.int().expand(*shape, -1).contiguous()
+    index = first[..., None] + torch.arange(slots, device=first.device)
+    return _for_heads(count, batch, heads), _for_heads(index, batch, heads, 2)
 
 
 def list_key_ranges(
@@ -147,15 +147,15 @@ def list_key_ranges(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`list_ranges` by key block: query blocks first[j] .. first[j] + count[j] - 1 attend key block j.
 
-    first and count int64 [n], num_blocks the number m of query blocks. Returns count int32 [batch, groups, n]
-    and index int32 [batch, groups, n, (heads / groups) * slots], entries as in `list_by_key`.
+    first and count int64 [n] or [batch, n], num_blocks the number m of query blocks. Returns count int32
+    [batch, groups, n] and index int32 [batch, groups, n, (heads / groups) * slots], entries as in
+    `list_by_key`.
     """
     members = heads // groups
     entry = torch.arange(members * slots, device=first.device)
-    each = count.clamp(min=1)[:, None]
-    index = entry // each * num_blocks + first[:, None] + entry % each
-    shape = (batch, groups, -1)
-    return (members * count).int().expand(*shape).contiguous(), index.int().expand(*shape, -1).contiguous()
+    each = count.clamp(min=1)[..., None]
+    index = entry // each * num_blocks + first[..., None] + entry % each
+    return _for_heads(members * count, batch, groups), _for_heads(index, batch, groups, 2)
 
 
 def list_columns(selected, slashes: Slashes, block_size: int, slots: int) -> Columns:
@@ -215,6 +215,12 @@ def _column_bits(selected, slashes: Slashes, before, limit, block_size: int, slo
     block = (index // block_size)[:, :, None].expand(-1, -1, covered.shape[2], -1)
     visible = (torch.arange(slots) < limit[..., None]) & ~covered.gather(-1, block)
     return index.int(), pack_bits(visible)
+
+
+def _for_heads(tensor, batch: int, heads: int, dims: int = 1) -> torch.Tensor:
+    """[..] or [batch, ..], with `dims` dimensions .., as int32 [batch, heads, ..]."""
+    alike = tensor.int()[None] if tensor.dim() == dims else tensor.int()
+    return alike[:, None].expand(batch, heads, *tensor.shape[-dims:]).contiguous()
 
 
 def _list(mask) -> tuple[torch.Tensor, torch.Tensor]:

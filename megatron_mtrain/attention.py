@@ -7,6 +7,7 @@ steps are merged in float32. In the backward the keys' gradients follow their sh
 import torch
 
 from .config import AttentionConfig
+from .documents import Documents
 from .index import SparseIndex, build_index
 from .kernels.merge import merge
 from .kernels.tiles import attend, attend_backward, row_delta
@@ -24,6 +25,7 @@ def sparse_ring_attention(  # noqa: PLR0913 - a fixed public signature
     rings: Rings,
     layer: int = 0,
     softmax_scale: float | None = None,
+    documents=None,
     return_index: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, SparseIndex]:
     """Attention of the whole sequence, computed by the ranks of `rings` together.
@@ -31,15 +33,20 @@ def sparse_ring_attention(  # noqa: PLR0913 - a fixed public signature
     query [s, b, h, d], key and value [s, b, g, d] are this rank's shards in the order of `layout`, h a
     multiple of g. `rings` are process groups, inner to outer; an empty list, or groups of one, is a single
     rank and runs the same method. `layer` is zero-based in the whole model; softmax_scale defaults to d **
-    -0.5. Returns [s, b, h, d] in the dtype of query, and the index when asked for it. Differentiable in
-    query, key and value. Raises ValueError when the shapes do not fit the layout, each other, or the method's
-    settings.
+    -0.5. `documents`, for packed sequences, are cumulative document lengths of the whole sequences (see
+    Documents.of, and make them once for many layers): a token then sees its own document only. Returns [s, b,
+    h, d] in the dtype of query, and the index when asked for it. Differentiable in query, key and value.
+    Raises ValueError when the shapes do not fit the layout, each other, or the method's settings.
     """
     check_shards(query, key, value, layout, rings)
+    if documents is not None:
+        documents = Documents.of(documents, layout.num_tokens, query.shape[1])
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     rings = communicate(rings, config.ring_comm)
     with torch.no_grad():
-        index = build_index(config, query, key, layout, rings, layer, softmax_scale=scale)
+        index = build_index(
+            config, query, key, layout, rings, layer, softmax_scale=scale, documents=documents
+        )
     out = ring_attention(query, key, value, index, rings=rings, scale=scale, backend=config.backend)
     return (out, index.complete(rings)) if return_index else out
 

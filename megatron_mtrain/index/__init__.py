@@ -17,16 +17,20 @@ __all__ = ["SparseIndex", "build_index"]
 
 
 def build_index(
-    config, query, key, layout, rings, layer: int, *, softmax_scale: float | None = None
+    config, query, key, layout, rings, layer: int, *, softmax_scale: float | None = None, documents=None
 ) -> SparseIndex:
     """What the local queries attend, decided by the method of `config`.
 
     query [s, b, h, d] and key [s, b, g, d] are this rank's shards in layout order, `rings` the process
     groups, inner to outer (all of their ranks call this together), layer the zero-based layer of the whole
-    model. The index is a function of the values of query and key over all ranks, carries no gradient, and is
+    model. `documents` are the Documents of the batch, None where every sequence is one. The index is a
+    function of the values of query and key over all ranks and of the documents, carries no gradient, and is
     built without a wait for the device.
     """
+    if documents is not None and not documents.several:
+        documents = None  # what is faster without
     scale = query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     rank, _ = world(rings)
     build = BUILDERS[config.attn_type]
-    return build(config, query.detach(), key.detach(), layout, rings, rank=rank, layer=layer, scale=scale)
+    settings = {"rank": rank, "layer": layer, "scale": scale, "documents": documents}
+    return build(config, query.detach(), key.detach(), layout, rings, **settings)

@@ -6,12 +6,12 @@ import torch
 
 from ..kernels.tile_lists import list_key_ranges, list_ranges
 from ..kernels.tiles import Rectangle, Tiles
-from .sparse_index import SparseIndex, causal_mask
+from .sparse_index import SparseIndex
 
 
 @dataclass(frozen=True)
 class DenseIndex(SparseIndex):
-    """All pairs u <= t, for batch size `batch`, `heads` query heads and `groups` key heads."""
+    """All pairs u <= t of a document, for batch size `batch`, `heads` query heads and `groups` key heads."""
 
     batch: int
     heads: int
@@ -20,21 +20,24 @@ class DenseIndex(SparseIndex):
 
     def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
         query, key = (self.layout.blocks(rank, self.device) for rank in (self.rank, source))
-        zero = torch.zeros_like(query)
+        first, after = torch.zeros_like(query), torch.full_like(key, len(query))
+        if self.documents is not None:
+            first, after = self.documents.reach(self.layout, self.rank, source, self.device)
         shape = {"batch": self.batch, "heads": self.heads}
-        count, index = list_ranges(zero, torch.searchsorted(key, query, right=True), len(key), **shape)
+        count = torch.searchsorted(key, query, right=True) - first
+        count, index = list_ranges(first, count, len(key), **shape)
         key_count = key_index = None
         if by_key:
             earlier = torch.searchsorted(query, key)
-            later = len(query) - earlier
             shape |= {"groups": self.groups, "num_blocks": len(query)}
-            key_count, key_index = list_key_ranges(earlier, later, len(query), **shape)
+            key_count, key_index = list_key_ranges(earlier, after - earlier, len(query), **shape)
         return Tiles(
             count,
             index,
             source == self.rank,
             self.layout.block_size,
-            rectangle=self._rectangle(source),
+            rectangle=self._rectangle(source) if self.documents is None else None,
+            first_key=self.first_key(source, self.device),
             key_count=key_count,
             key_index=key_index,
         )
@@ -51,12 +54,13 @@ class DenseIndex(SparseIndex):
         )
 
     def dense_mask(self) -> torch.Tensor:
-        return causal_mask(self.layout.num_tokens, self.device).expand(self.batch, self.heads, -1, -1)
+        return self.allowed(self.device).expand(self.batch, self.heads, -1, -1)
 
 
-def build(config, query, key, layout, rings, rank, **_) -> DenseIndex:
+def build(config, query, key, layout, rings, *, rank: int, documents=None, **_) -> DenseIndex:
     """The dense index; the contents of query and key do not matter."""
-    return DenseIndex(layout, rank, query.shape[1], query.shape[2], key.shape[2], query.device)
+    shape = query.shape[1], query.shape[2], key.shape[2]
+    return DenseIndex(layout, rank, *shape, query.device, documents=documents)
 
 
 if __name__ == "__main__":

@@ -89,12 +89,19 @@ def draw(mask: torch.Tensor, path: Path, title: str) -> None:
     heads, num_tokens = mask.shape[:2]
     figure, axes = pyplot.subplots(1, heads, figsize=(3.6 * heads, 4), squeeze=False, layout="constrained")
     causal = num_tokens * (num_tokens + 1) / 2
-    size = max(1, num_tokens // 512)  # pixels are means over size x size tokens
     for head, axis in enumerate(axes[0]):
-        pixels = torch.nn.functional.avg_pool2d(mask[head].float()[None], size)[0]
-        axis.imshow(pixels, cmap="Blues", vmin=0, vmax=1, extent=(0, num_tokens, num_tokens, 0))
+        show(axis, mask[head])
         axis.set_title(f"head {head}: {mask[head].sum() / causal:.0%} of causal pairs", fontsize=9)
         axis.set_xlabel("key position")
     axes[0, 0].set_ylabel("query position")
     figure.suptitle(title)
     figure.savefig(path, dpi=110)
+
+
+def show(axis, mask: torch.Tensor) -> None:
+    """Draws a bool [N, N] mask into a matplotlib axis; a pixel is as dark as the root of its attended share,
+    so that a single column is seen among many keys."""
+    num_tokens = len(mask)
+    size = max(1, num_tokens // 512)  # pixels are means over size x size tokens
+    pixels = torch.nn.functional.avg_pool2d(mask.float()[None], size)[0].sqrt()
+    axis.imshow(pixels, cmap="Blues", vmin=0, vmax=1, extent=(0, num_tokens, num_tokens, 0))

@@ -22,7 +22,7 @@ from ..kernels.tiles import Tiles
 from ..layouts import Layout
 from ..pattern import load_pattern
 from ..ring import all_gather, all_reduce
-from .sparse_index import SparseIndex, causal_mask
+from .sparse_index import SparseIndex
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,12 @@ class VerticalSlashIndex(SparseIndex):
         block = torch.arange(num_tokens, device=self.vertical.device) // size
         distance = (block[:, None] - block).clamp(min=0)
         attended = self.slash_on[:, :, distance] | self.vertical[:, :, None]
-        return attended & causal_mask(num_tokens, attended.device)
+        return attended & self.allowed(attended.device)
 
 
-def build(config, query, key, layout, rings, *, rank: int, layer: int, scale: float) -> VerticalSlashIndex:
+def build(  # noqa: PLR0913 - what build_index gives
+    config, query, key, layout, rings, *, rank: int, layer: int, scale: float, documents=None
+) -> VerticalSlashIndex:
     """Probes the keys with the last queries and selects columns and slashes by each head's budget.
 
     Raises ValueError when the pattern has no budget for this layer or these heads.

@@ -19,7 +19,7 @@ from ..kernels.route import choose_chunks, chunk_sums, route_rows
 from ..kernels.tile_lists import list_key_ranges, list_ranges
 from ..kernels.tiles import Routes, Tiles
 from ..ring import all_gather, all_reduce
-from .sparse_index import SparseIndex, causal_mask
+from .sparse_index import SparseIndex
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class _Complete(ChunkIndex):
         chunk = torch.arange(num_tokens, device=self.everywhere.device) // self.chunk_size
         word, bit = chunk // 32, chunk % 32
         chosen = (self.everywhere.index_select(2, word).transpose(-1, -2) >> bit) & 1
-        return (chosen.bool() | (chunk[:, None] == chunk)) & causal_mask(num_tokens, chunk.device)
+        return (chosen.bool() | (chunk[:, None] == chunk)) & self.allowed(chunk.device)
 
 
 def build(config, query, key, layout, rings, *, rank: int, **_) -> ChunkIndex:

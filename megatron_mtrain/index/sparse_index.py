@@ -1,20 +1,25 @@
 """What a method decided to attend, in the form that the ring asks for: tiles per visiting shard."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from ..documents import Documents
 from ..kernels.tiles import Tiles
 from ..layouts import Layout
 
 
 @dataclass(frozen=True)
 class SparseIndex(ABC):
-    """The attended pairs of one layer's batch, as rank `rank` of `layout` needs them."""
+    """The attended pairs of one layer's batch, as rank `rank` of `layout` needs them.
+
+    documents  None: every sequence is one document
+    """
 
     layout: Layout
     rank: int
+    documents: Documents | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def tiles(self, source: int, *, by_key: bool = False) -> Tiles:
@@ -38,7 +43,14 @@ class SparseIndex(ABC):
         it."""
         return self
 
+    def first_key(self, source: int, device) -> torch.Tensor | None:
+        """Tiles.first_key for the shard of `source`."""
+        if self.documents is None:
+            return None
+        return self.documents.first_key(self.layout, self.rank, source, device)
 
-def causal_mask(num_tokens: int, device) -> torch.Tensor:
-    """u <= t as bool [N, N]."""
-    return torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+    def allowed(self, device) -> torch.Tensor:
+        """The pairs that any method may attend: u <= t, in one document. bool [N, N] or [b, 1, N, N]."""
+        num_tokens = self.layout.num_tokens
+        causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=device).tril()
+        return causal if self.documents is None else causal & self.documents.same(device)

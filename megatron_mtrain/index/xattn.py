@@ -17,7 +17,7 @@ from ..kernels.select import select
 from ..kernels.tile_lists import list_by_key, list_by_query
 from ..kernels.tiles import Tiles
 from ..ring import all_gather, visit
-from .sparse_index import SparseIndex, causal_mask
+from .sparse_index import SparseIndex
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class _Complete(BlockIndex):
     def dense_mask(self) -> torch.Tensor:
         size = self.layout.block_size
         tokens = self.everywhere.repeat_interleave(size, -1).repeat_interleave(size, -2)
-        return tokens & causal_mask(self.layout.num_tokens, tokens.device)
+        return tokens & self.allowed(tokens.device)
 
 
 def build(config, query, key, layout, rings, *, rank: int, scale: float, **_) -> BlockIndex:
