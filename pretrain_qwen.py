@@ -30,6 +30,7 @@ from megatron_mtrain.loss import in_chunks
 from megatron_mtrain.model import use_sparse_attention
 from megatron_mtrain.offload import use_offload
 from megatron_mtrain.scope import train_only
+from megatron_mtrain.telemetry import Telemetry
 
 
 def main() -> None:
@@ -42,7 +43,9 @@ def main() -> None:
         use_chunked_mlp(model_config, args.mlp_chunk_size)
         use_offload(model_config, args.offload_layer_inputs)
         train_only(model_config, args.trainable)
-    with explained():
+        telemetry = Telemetry(args)
+        telemetry.attach(model_config)
+    with explained(), telemetry.written():
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),
             datasets_provider,

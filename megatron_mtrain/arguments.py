@@ -55,6 +55,12 @@ class AttentionArguments:
     offload_layer_inputs: bool = False
     """With full recompute, keep the input of every layer in host memory until its backward."""
 
+    log_attention: bool = True
+    """Leave out density, recall, imbalance, tokens a second, MFU ... of every logged step (telemetry.py)."""
+
+    log_ring_timing: bool = False
+    """In logged steps, time what every step of the ring computes and waits, forward and backward."""
+
 
 # Over Megatron's own defaults, by argparse destination: the Qwen2.5 family, and what long contexts need.
 RUN_DEFAULTS = {

@@ -4,6 +4,8 @@ The query never moves. Keys and values visit; what is attended of them is a list
 steps are merged in float32. In the backward the keys' gradients follow their shard home.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from .config import AttentionConfig
@@ -12,6 +14,7 @@ from .index import SparseIndex, build_index
 from .kernels.merge import merge
 from .kernels.tiles import attend, attend_backward, row_delta
 from .layouts import Layout
+from .passes import Passes
 from .ring import Rings, bring_home, communicate, visit, world
 
 
@@ -47,61 +50,77 @@ def sparse_ring_attention(  # noqa: PLR0913 - a fixed public signature
         index = build_index(
             config, query, key, layout, rings, layer, softmax_scale=scale, documents=documents
         )
-    out = ring_attention(query, key, value, index, rings=rings, scale=scale, backend=config.backend)
+    setting = Setting(rings, scale, config.backend, Passes(layer))
+    out = ring_attention(query, key, value, index, setting)
     return (out, index.complete(rings)) if return_index else out
 
 
-def ring_attention(query, key, value, index: SparseIndex, *, rings: Rings, scale: float, backend, known=None):
+class Setting(NamedTuple):
+    """Where and how a layer attends: process groups inner to outer, softmax scale, kernels, its passes."""
+
+    rings: Rings
+    scale: float
+    backend: str
+    passes: Passes
+
+
+def ring_attention(query, key, value, index: SparseIndex, setting: Setting, known=None):
     """Attention over a given index: [s, b, h, d], differentiable in query, key and value.
 
     `known` is what ring_forward returned for the same tensors, when the caller has it: then only the backward
     visits the shards.
     """
-    return _RingAttention.apply(query, key, value, index, rings, scale, backend, known)
+    return _RingAttention.apply(query, key, value, index, setting, known)
 
 
 @torch.no_grad()
-def ring_forward(query, key, value, index: SparseIndex, *, rings: Rings, scale: float, backend):
+def ring_forward(query, key, value, index: SparseIndex, setting: Setting):
     """The forward alone: out [s, b, h, d] in the dtype of query, lse [b, h, s] of the whole softmax."""
+    rings, scale, backend, passes = setting
     out = lse = None
+    under_way = passes.start("forward", index.layout.world_size)
     for source, (visiting_key, visiting_value) in visit((key.contiguous(), value.contiguous()), rings):
-        step = attend(query, visiting_key, visiting_value, index.tiles(source), scale, backend=backend)
-        if out is None:
-            out, lse = step
-        else:
-            merge(out, lse, *step)
+        with under_way:
+            step = attend(query, visiting_key, visiting_value, index.tiles(source), scale, backend=backend)
+            if out is None:
+                out, lse = step
+            else:
+                merge(out, lse, *step)
+    under_way.end()
     return out.to(query.dtype), lse
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, index, rings, scale, backend, known):  # noqa: PLR0913
+    def forward(ctx, query, key, value, index, setting, known):
         key, value = key.contiguous(), value.contiguous()
-        if known is None:
-            known = ring_forward(query, key, value, index, rings=rings, scale=scale, backend=backend)
-        out, lse = known
+        out, lse = known or ring_forward(query, key, value, index, setting)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.index, ctx.rings, ctx.scale, ctx.backend = index, rings, scale, backend
+        ctx.index, ctx.setting = index, setting
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         query, key, value, out, lse = ctx.saved_tensors
-        delta = row_delta(grad_out, out, backend=ctx.backend)
+        rings, scale, backend, passes = ctx.setting
+        delta = row_delta(grad_out, out, backend=backend)
         grad_query = None
+        under_way = passes.start("backward", ctx.index.layout.world_size)
 
         def grad(source, shard):
             nonlocal grad_query
-            tiles = ctx.index.tiles(source, by_key=True)
-            dq, dk, dv = attend_backward(
-                grad_out, query, *shard, out, lse, tiles, ctx.scale, delta=delta, backend=ctx.backend
-            )
-            grad_query = dq if grad_query is None else grad_query.add_(dq)
+            with under_way:
+                tiles = ctx.index.tiles(source, by_key=True)
+                dq, dk, dv = attend_backward(
+                    grad_out, query, *shard, out, lse, tiles, scale, delta=delta, backend=backend
+                )
+                grad_query = dq if grad_query is None else grad_query.add_(dq)
             return dk, dv
 
-        grad_key, grad_value = bring_home((key, value), ctx.rings, grad)
+        grad_key, grad_value = bring_home((key, value), rings, grad)
+        under_way.end()
         grads = (tensor.to(query.dtype) for tensor in (grad_query, grad_key, grad_value))
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None
 
 
 def check_shards(query, key, value, layout: Layout, rings: Rings) -> None:

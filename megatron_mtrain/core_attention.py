@@ -5,16 +5,20 @@ context-parallel ranks. The module has no parameters and adds nothing to a check
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import torch
 from megatron.core.transformer.module import MegatronModule
 
-from .attention import check_shards, ring_attention, ring_forward
+from .attention import Setting, check_shards, ring_attention, ring_forward
+from .clock import now
 from .config import AttentionConfig
 from .guards import Watch
 from .index import build_index
 from .layouts import make_layout
+from .passes import Passes
 from .ring import communicate
+from .samples import Sample, sample
 
 
 class SparseRingAttention(MegatronModule):
@@ -45,7 +49,9 @@ class SparseRingAttention(MegatronModule):
         self.attention = attention
         self.layer = layer_number - 1  # Megatron counts from 1, across pipeline stages
         self.softmax_scale = softmax_scale
-        self.watch = Watch(self.layer)
+        self.watch, self.passes = Watch(self.layer), Passes(self.layer)
+        self.sampled: Callable[[], bool] = lambda: False  # whether to take notes for telemetry.py
+        self.samples: list[Sample] = []
         self.kept: deque = deque()  # what the first forward of a recomputed layer left for the second one
         self.recomputed = getattr(config, "recompute_granularity", None) is not None
         self.world_size = config.context_parallel_size
@@ -87,21 +93,31 @@ class SparseRingAttention(MegatronModule):
         function of the same query and key need not be made again.
         """
         scale = query.size(-1) ** -0.5 if self.softmax_scale is None else self.softmax_scale
-        how = {"rings": self.rings, "scale": scale, "backend": self.attention.backend}
-        keeps = self.recomputed and self.training and self.attention.reuse != "nothing"
-        if keeps and self.kept and torch.is_grad_enabled():
-            index, known = self.kept.popleft()
-            return ring_attention(query, key, value, index, known=known, **how)
-        with torch.no_grad():
-            # Head counts come from the tensors: Megatron rewrites the config when there are fewer key heads
-            # than ranks.
-            config = self.attention.with_heads(self.tensor_rank * query.size(2))
-            index = build_index(config, query, key, layout, self.rings, self.layer, softmax_scale=scale)
-        if keeps and not torch.is_grad_enabled():
-            known = ring_forward(query, key, value, index, **how)
-            self.kept.append((index, known if self.attention.reuse == "output" else None))
+        setting = Setting(self.rings, scale, self.attention.backend, self.passes)
+        recomputed = self.recomputed and self.training
+        again = recomputed and bool(self.kept) and torch.is_grad_enabled()
+        index, known = self.kept.popleft() if again else (None, None)
+        samples = self.training and not again and self.sampled()
+        begun = now() if samples else None
+        if index is None:
+            index = self._build_index(query, key, layout, scale)
+        if samples:
+            built = (begun, now())
+            known = ring_forward(query, key, value, index, setting)
+            self.samples.append(sample(index, built, query, key, known[1], rings=self.rings, scale=scale))
+        if recomputed and not torch.is_grad_enabled():
+            known = known or ring_forward(query, key, value, index, setting)
+            reuse = self.attention.reuse
+            self.kept.append((None if reuse == "nothing" else index, known if reuse == "output" else None))
             return known[0]
-        return ring_attention(query, key, value, index, **how)
+        return ring_attention(query, key, value, index, setting, known)
+
+    @torch.no_grad()
+    def _build_index(self, query, key, layout, scale: float):
+        # Head counts come from the tensors: Megatron rewrites the config when there are fewer key heads than
+        # ranks.
+        config = self.attention.with_heads(self.tensor_rank * query.size(2))
+        return build_index(config, query, key, layout, self.rings, self.layer, softmax_scale=scale)
 
 
 def attention_rings(pg_collection, world_size: int, *, two_level: bool) -> list:

@@ -20,6 +20,12 @@ _watches: "WeakSet[Watch]" = WeakSet()
 _place = "before the first attention layer"
 
 
+def stand(place: str) -> None:
+    """Notes where this rank is, for the message of an error: "last in ..."."""
+    global _place
+    _place = place
+
+
 class Watch:
     """The largest magnitudes that one layer (zero-based, in the whole model) has met, by name."""
 
@@ -30,8 +36,7 @@ class Watch:
 
     def see(self, **tensors: torch.Tensor) -> None:
         """Takes note of tensors of any shape, now, and of their gradients when the backward reaches them."""
-        global _place
-        _place = f"last in the forward of layer {self.layer}"
+        stand(f"last in the forward of layer {self.layer}")
         for name, tensor in tensors.items():
             self._note(name, tensor)
             if tensor.requires_grad:
@@ -52,8 +57,7 @@ class Watch:
         self.largest[name] = largest if known is None else torch.maximum(known, largest)
 
     def _note_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        global _place
-        _place = f"last in the backward of layer {self.layer}"
+        stand(f"last in the backward of layer {self.layer}")
         self._note(f"gradient of {name}", gradient)
 
 
