@@ -49,25 +49,29 @@ def _slices(
 
 
 @triton.jit
-def _hide_later(
-    scores, query_blocks, key_blocks, first, at, cells, key_cells,
-    CELLS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+def _hide(
+    scores, query_blocks, key_blocks, first_cell, first, at, cells, key_cells,
+    CELLS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """-inf where the key cell is later than the query cell, or not there."""
+    """-inf where the key cell is later than the query cell, of an earlier document, or not there."""
     row, column = first + tl.arange(0, ROWS), at + tl.arange(0, TILE)
     query_cell = (
         tl.load(query_blocks + row // CELLS, mask=row < cells, other=0).to(tl.int32) * CELLS + row % CELLS
     )
     block = tl.load(key_blocks + column // CELLS, mask=column < key_cells, other=0).to(tl.int32)
     key_cell = tl.where(column < key_cells, block * CELLS + column % CELLS, LATER)
-    return tl.where(key_cell[None, :] <= query_cell[:, None], scores, float("-inf"))
+    seen = key_cell[None, :] <= query_cell[:, None]
+    if DOCUMENTS:
+        seen = seen & (column[None, :] >= tl.load(first_cell + row, mask=row < cells, other=0)[:, None])
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit
 def cell_mass_kernel(
-    query, key, mass, query_blocks, key_blocks, visible, earlier, qk_scale, cells, key_cells, key_heads,
+    query, key, mass, query_blocks, key_blocks, visible, earlier, first_cell, qk_scale, cells, key_cells,
+    key_heads, batch_heads,
     GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, CELLS: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, SLICE: tl.constexpr,
+    TILE: tl.constexpr, SLICE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Running softmax of one tile of query cells. Heads of a key head are fastest, rows that see most are
     first.
@@ -79,16 +83,21 @@ def cell_mass_kernel(
     end, free = _reach(visible, earlier, first, cells, CELLS, ROWS, TILE)
     top = tl.full([ROWS], -1e30, tl.float32)  # finite: no -inf minus -inf
     total = tl.zeros([ROWS], tl.float32)
-    for tile in range(0, tl.cdiv(end, TILE)):
+    begin = 0
+    if DOCUMENTS:
+        first_cell += query_head // batch_heads * cells
+        begin, free = tl.load(first_cell + first) // TILE, 0  # rows ascend, and so do their documents
+    for tile in range(begin, tl.cdiv(end, TILE)):
         scores = tl.zeros([ROWS, TILE], tl.float32)
         for step in range(S * D // SLICE):
             left, right = _slices(step, query_head, key_heads * GROUP, key_head, key_heads, S, D, SLICE)
             k = key.load([tile * TILE, right])
             scores = tl.dot(query.load([first, left]), k.T, scores, input_precision="ieee")
         if tile >= free:
-            scores = _hide_later(
-                scores, query_blocks, key_blocks, first, tile * TILE, cells, key_cells, CELLS, ROWS, TILE
-            )
+            scores = _hide(
+                scores, query_blocks, key_blocks, first_cell, first, tile * TILE, cells, key_cells, CELLS,
+                ROWS, TILE, DOCUMENTS,
+            )  # fmt: skip
         new_top = tl.maximum(top, tl.max(scores, 1) * qk_scale)
         total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(scores * qk_scale - new_top[:, None]), 1)
         top = new_top
@@ -99,10 +108,10 @@ def cell_mass_kernel(
 
 @triton.jit
 def block_scores_kernel(
-    query, key, lse, scores_of_blocks, query_blocks, key_blocks, visible, earlier, qk_scale, cells, key_cells,
-    key_heads,
+    query, key, lse, scores_of_blocks, query_blocks, key_blocks, visible, earlier, first_cell, qk_scale,
+    cells, key_cells, key_heads, batch_heads,
     GROUP: tl.constexpr, D: tl.constexpr, S: tl.constexpr, CELLS: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr, SLICE: tl.constexpr,
+    TILE: tl.constexpr, SLICE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Probabilities of one tile, summed over its block pairs.
 
@@ -123,7 +132,12 @@ def block_scores_kernel(
     )
     to = scores_of_blocks + (query_head.to(tl.int64) * m + row[:, None]) * n + column[None, :]
     there = (row < m)[:, None] & (column < n)[None, :]
-    if tile * TILE >= end:
+    nothing = tile * TILE >= end
+    if DOCUMENTS:
+        first_cell += query_head // batch_heads * cells
+        nothing = nothing | ((tile + 1) * TILE <= tl.load(first_cell + first))
+        free = 0
+    if nothing:
         tl.store(to, tl.zeros([ROWS // CELLS, TILE // CELLS], tl.float32), mask=there)
         return
     scores = tl.zeros([ROWS, TILE], tl.float32)
@@ -132,9 +146,10 @@ def block_scores_kernel(
         k = key.load([tile * TILE, right])
         scores = tl.dot(query.load([first, left]), k.T, scores, input_precision="ieee")
     if tile >= free:
-        scores = _hide_later(
-            scores, query_blocks, key_blocks, first, tile * TILE, cells, key_cells, CELLS, ROWS, TILE
-        )
+        scores = _hide(
+            scores, query_blocks, key_blocks, first_cell, first, tile * TILE, cells, key_cells, CELLS, ROWS,
+            TILE, DOCUMENTS,
+        )  # fmt: skip
     rows = first + tl.arange(0, ROWS)
     mass = (
         tl.load(lse + query_head.to(tl.int64) * cells + rows, mask=rows < cells, other=float("inf")) * BASE_2
@@ -144,29 +159,29 @@ def block_scores_kernel(
     tl.store(to, tl.sum(tl.reshape(p, [ROWS // CELLS, CELLS, TILE // CELLS]), 1), mask=there)
 
 
-def cell_mass(query, key, query_blocks, key_blocks, *, stride: int, scale: float) -> torch.Tensor:
+def cell_mass(
+    query, key, query_blocks, key_blocks, *, stride: int, scale: float, first_cell=None
+) -> torch.Tensor:
     """log(sum(exp(scores))) of every query cell over the visiting keys: [b, h, i], -inf where all are later.
 
     query [s, b, h, d], key [t, b, g, d]; query_blocks int64 [m] and key_blocks int64 [n] are global block
     ids, ascending; `scale` > 0 multiplies the antidiagonal sums. float32 (float64 for float64 inputs).
+    first_cell int32 [b, i], ascending: the visiting key cells before it are of an earlier document than the
+    query cell, and count for nothing.
     """
-    if runs_on_triton(key, key_blocks, stride):
-        return cell_mass_on_triton(query, key, query_blocks, key_blocks, stride, scale)
-    return torch.logsumexp(_cell_scores(query, key, query_blocks, key_blocks, stride, scale), -1)
+    run = cell_mass_on_triton if runs_on_triton(key, key_blocks, stride) else _cell_mass
+    return run(query, key, query_blocks, key_blocks, stride, scale, first_cell)
 
 
-def block_scores(query, key, query_blocks, key_blocks, lse, *, stride: int, scale: float) -> torch.Tensor:
+def block_scores(
+    query, key, query_blocks, key_blocks, lse, *, stride: int, scale: float, first_cell=None
+) -> torch.Tensor:
     """Probability of every (query block, key block) pair, summed over its cells: [b, h, m, n].
 
-    lse [b, h, i] is over the keys of all ranks.
+    lse [b, h, i] is over the keys of all ranks; a cell with lse inf counts for nothing.
     """
-    if runs_on_triton(key, key_blocks, stride):
-        return block_scores_on_triton(query, key, query_blocks, key_blocks, lse, stride, scale)
-    probability = torch.exp(
-        _cell_scores(query, key, query_blocks, key_blocks, stride, scale) - lse[..., None]
-    )
-    m, n = len(query_blocks), len(key_blocks)
-    return probability.unflatten(-1, (n, -1)).unflatten(-3, (m, -1)).sum((-1, -3))
+    run = block_scores_on_triton if runs_on_triton(key, key_blocks, stride) else _block_scores
+    return run(query, key, query_blocks, key_blocks, lse, stride, scale, first_cell)
 
 
 def runs_on_triton(key, key_blocks, stride: int) -> bool:
@@ -176,29 +191,33 @@ def runs_on_triton(key, key_blocks, stride: int) -> bool:
     return key.is_cuda and key.dtype != torch.float64 and key.shape[-1] in (32, 64, 128) and whole_tiles
 
 
-def cell_mass_on_triton(query, key, query_blocks, key_blocks, stride: int, scale: float) -> torch.Tensor:
+def cell_mass_on_triton(
+    query, key, query_blocks, key_blocks, stride: int, scale: float, first_cell=None
+) -> torch.Tensor:
     """`cell_mass` by the kernel of this file."""
     (s, b, h, _), tuned = query.shape, FLOAT32 if query.dtype == torch.float32 else MASS
-    matrices, rest, sizes = _launch(query, key, query_blocks, key_blocks, stride, scale, tuned)
+    blocks = query_blocks, key_blocks
+    matrices, rest, sizes = _launch(query, key, blocks, stride, scale, first_cell, tuned)
     mass = torch.empty(b, h, s // stride, dtype=torch.float32, device=query.device)
     grid = (b * h * triton.cdiv(s // stride, tuned[0]),)
     cell_mass_kernel[grid](*matrices, mass, *rest, **sizes)
     return mass
 
 
-def block_scores_on_triton(
-    query, key, query_blocks, key_blocks, lse, stride: int, scale: float
+def block_scores_on_triton(  # noqa: PLR0913 - those of block_scores
+    query, key, query_blocks, key_blocks, lse, stride: int, scale: float, first_cell=None
 ) -> torch.Tensor:
     """`block_scores` by the kernel of this file."""
     (s, b, h, _), tuned = query.shape, FLOAT32 if query.dtype == torch.float32 else SCORES
-    matrices, rest, sizes = _launch(query, key, query_blocks, key_blocks, stride, scale, tuned)
+    blocks = query_blocks, key_blocks
+    matrices, rest, sizes = _launch(query, key, blocks, stride, scale, first_cell, tuned)
     scores = torch.empty(b, h, len(query_blocks), len(key_blocks), dtype=torch.float32, device=query.device)
     tiles = triton.cdiv(s // stride, tuned[0]) * triton.cdiv(len(key) // stride, tuned[1])
     block_scores_kernel[(b * h * tiles,)](*matrices, lse.contiguous(), scores, *rest, **sizes)
     return scores
 
 
-def _launch(query, key, query_blocks, key_blocks, stride: int, scale: float, tuned):
+def _launch(query, key, blocks, stride: int, scale: float, first_cell, tuned):
     """(matrices of cells, the tensors and numbers that both kernels take, their settings)."""
     (s, b, h, d), (t, _, g, _) = query.shape, key.shape
     rows, tile, part, warps, stages = tuned
@@ -209,30 +228,52 @@ def _launch(query, key, query_blocks, key_blocks, stride: int, scale: float, tun
             tensor.contiguous().view(len(tensor) // stride, -1), [count, part]
         )
 
+    query_blocks, key_blocks = blocks
     visible = torch.searchsorted(key_blocks, query_blocks, right=True).int()
     earlier = torch.searchsorted(key_blocks, query_blocks).int()
-    tensors = query_blocks, key_blocks, visible, earlier
+    tensors = query_blocks, key_blocks, visible, earlier, visible if first_cell is None else first_cell
     sizes = {
         "GROUP": h // g, "D": d, "S": stride, "CELLS": s // len(query_blocks) // stride, "ROWS": rows,
-        "TILE": tile, "SLICE": part, "num_warps": warps, "num_stages": stages,
+        "TILE": tile, "SLICE": part, "DOCUMENTS": first_cell is not None, "num_warps": warps,
+        "num_stages": stages,
     }  # fmt: skip
-    rest = (*tensors, scale * LOG2_E, s // stride, t // stride, b * g)
+    rest = (*tensors, scale * LOG2_E, s // stride, t // stride, b * g, h)
     return (cells(query, rows), cells(key, tile)), rest, sizes
 
 
-def _cell_scores(query, key, query_blocks, key_blocks, stride: int, scale: float) -> torch.Tensor:
-    """Scaled scores of cells [b, h, i, j], -inf where the key cell is later than the query cell."""
+def _cell_mass(query, key, query_blocks, key_blocks, stride: int, scale: float, first_cell) -> torch.Tensor:
+    return torch.logsumexp(_cell_scores(query, key, query_blocks, key_blocks, stride, scale, first_cell), -1)
+
+
+def _block_scores(  # noqa: PLR0913 - those of block_scores
+    query, key, query_blocks, key_blocks, lse, stride: int, scale: float, first_cell
+) -> torch.Tensor:
+    scores = _cell_scores(query, key, query_blocks, key_blocks, stride, scale, first_cell)
+    probability = torch.exp(scores - lse[..., None])
+    m, n = len(query_blocks), len(key_blocks)
+    return probability.unflatten(-1, (n, -1)).unflatten(-3, (m, -1)).sum((-1, -3))
+
+
+def _cell_scores(
+    query, key, query_blocks, key_blocks, stride: int, scale: float, first_cell=None
+) -> torch.Tensor:
+    """Scaled scores of cells [b, h, i, j], -inf where the key cell is later than the query cell, or of an
+    earlier document.
+    """
     wide = torch.float64 if key.dtype == torch.float64 else torch.float32
     groups = key.shape[2]
     q = query.to(wide).unflatten(0, (-1, stride)).flip(1).permute(2, 3, 0, 1, 4).flatten(3)
     k = key.to(wide).unflatten(0, (-1, stride)).permute(2, 3, 0, 1, 4).flatten(3)
     scores = (q.unflatten(1, (groups, -1)).flatten(2, 3) @ k.mT).mul_(scale)
     scores = scores.unflatten(2, (-1, q.shape[2])).flatten(1, 2)
-    later = _cells(key_blocks, k.shape[2]) > _cells(query_blocks, q.shape[2])[:, None]
-    return scores.masked_fill_(later, -torch.inf)
+    hidden = cells_of(key_blocks, k.shape[2]) > cells_of(query_blocks, q.shape[2])[:, None]
+    if first_cell is not None:
+        earlier = torch.arange(k.shape[2], device=key.device) < first_cell[..., None]
+        hidden = (hidden | earlier)[:, None]
+    return scores.masked_fill_(hidden, -torch.inf)
 
 
-def _cells(blocks, count: int) -> torch.Tensor:
+def cells_of(blocks, count: int) -> torch.Tensor:
     """Global ids of the cells of `blocks`, `count` in all."""
     per_block = count // len(blocks)
     return (blocks[:, None] * per_block + torch.arange(per_block, device=blocks.device)).flatten()

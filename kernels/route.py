@@ -24,9 +24,9 @@ PARTS = 3  # bfloat16 numbers of 8 bits whose sum is a float32 mean
 
 @triton.jit
 def choose_chunks_kernel(
-    query, means, chunk_of_block, chosen, tokens, heads, chunks, choices,
+    query, means, chunk_of_block, first_chunk, chosen, tokens, heads, batch_heads, chunks, choices,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
-    WORDS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr,
+    WORDS: tl.constexpr, PARTS: tl.constexpr, SLICE: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """The bits of one tile of rows of one head: means [PARTS, b * g, c, d], see `choose_chunks`."""
     head = tl.program_id(1)
@@ -35,6 +35,9 @@ def choose_chunks_kernel(
     ids = tl.arange(0, CHUNKS)
     own = tl.load(chunk_of_block + first // BLOCK).to(tl.int32)
     taken = tl.broadcast_to((ids < own)[None, :], [ROWS, CHUNKS])
+    if DOCUMENTS:
+        low = tl.load(first_chunk + head // batch_heads * tokens + rows)
+        taken = taken & (ids[None, :] >= low[:, None])
     if own > choices:
         gate = tl.zeros([ROWS, CHUNKS], tl.float32)
         for part in range(PARTS):
@@ -105,20 +108,24 @@ def chunk_sums(key, chunk_of_block, chunks: int, block_size: int) -> torch.Tenso
     return (running[borders[1:]] - running[borders[:-1]]).to(wide)
 
 
-def choose_chunks(query, means, chunk_of_block, choices: int, block_size: int) -> torch.Tensor:
+def choose_chunks(
+    query, means, chunk_of_block, choices: int, block_size: int, first_chunk=None
+) -> torch.Tensor:
     """The `choices` highest gates of every row among the chunks before its own, as bits: int32 [b, h, w, s].
 
     query [s, b, h, d], means [c, b, g, d], chunk_of_block int64 [m] of the query blocks. gate = q . mean in
     float32 (float64 for float64 queries); ties go to the lower chunk; a row with fewer chunks before its
-    own takes all.
+    own takes all. first_chunk int32 [b, s]: no chunk before it competes for a row (documents).
     """
     fits = means.dtype == torch.float32 and query.shape[-1] in (32, 64, 128) and len(means) <= MOST_CHUNKS
     if query.is_cuda and fits and block_size % 16 == 0:
-        return choose_chunks_on_triton(query, means, chunk_of_block, choices, block_size)
-    return choose_chunks_by_sorting(query, means, chunk_of_block, choices, block_size)
+        return choose_chunks_on_triton(query, means, chunk_of_block, choices, block_size, first_chunk)
+    return choose_chunks_by_sorting(query, means, chunk_of_block, choices, block_size, first_chunk)
 
 
-def choose_chunks_by_sorting(query, means, chunk_of_block, choices: int, block_size: int) -> torch.Tensor:
+def choose_chunks_by_sorting(
+    query, means, chunk_of_block, choices: int, block_size: int, first_chunk=None
+) -> torch.Tensor:
     """`choose_chunks` by its definition."""
     chunks, groups = means.shape[0], means.shape[2]
     words = -(-chunks // 32)
@@ -130,6 +137,8 @@ def choose_chunks_by_sorting(query, means, chunk_of_block, choices: int, block_s
         q = query[rows].to(means.dtype).permute(1, 2, 0, 3).unflatten(1, (groups, -1))
         gate = torch.einsum("bgrsd,cbgd->bgrsc", q, means).flatten(1, 2)
         past = ids < own[rows, None]
+        if first_chunk is not None:
+            past = past & (ids >= first_chunk[:, None, rows, None])
         order = torch.sort(gate.masked_fill_(~past, -torch.inf), dim=-1, descending=True, stable=True).indices
         taken = torch.zeros(*gate.shape[:-1], words * 32, dtype=torch.bool, device=query.device)
         taken.scatter_(-1, order[..., :choices], True)
@@ -138,7 +147,9 @@ def choose_chunks_by_sorting(query, means, chunk_of_block, choices: int, block_s
     return chosen
 
 
-def choose_chunks_on_triton(query, means, chunk_of_block, choices: int, block_size: int) -> torch.Tensor:
+def choose_chunks_on_triton(
+    query, means, chunk_of_block, choices: int, block_size: int, first_chunk=None
+) -> torch.Tensor:
     """`choose_chunks` for up to MOST_CHUNKS chunks; the gates never leave the registers."""
     (s, b, h, d), (chunks, _, g, _) = query.shape, means.shape
     words = triton.cdiv(chunks, 32)
@@ -148,8 +159,9 @@ def choose_chunks_on_triton(query, means, chunk_of_block, choices: int, block_si
     chosen = torch.empty(b, h, words, s, dtype=torch.int32, device=query.device)
     rows = min(128 if padded <= 64 else 64, block_size & -block_size)
     choose_chunks_kernel[(s // rows, b * h)](
-        query.contiguous(), parts, chunk_of_block, chosen, s, b * h, chunks, choices, GROUP=h // g, D=d,
-        BLOCK=block_size, ROWS=rows, CHUNKS=padded, WORDS=padded // 32, PARTS=len(parts), SLICE=32,
+        query.contiguous(), parts, chunk_of_block, chosen if first_chunk is None else first_chunk, chosen, s,
+        b * h, h, chunks, choices, GROUP=h // g, D=d, BLOCK=block_size, ROWS=rows, CHUNKS=padded,
+        WORDS=padded // 32, PARTS=len(parts), SLICE=32, DOCUMENTS=first_chunk is not None,
         num_warps=8 if padded > 256 else 4,
     )  # fmt: skip
     return chosen

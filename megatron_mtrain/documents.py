@@ -71,7 +71,7 @@ class Documents:
 
     def begins(self, positions: torch.Tensor) -> torch.Tensor:
         """Where the documents of the tokens at int64 `positions` [p] begin: int64 [b, p]."""
-        table = self._kept(("table", positions.device), lambda: self._table(positions.device))
+        table = self.kept(("table", positions.device), lambda: self._table(positions.device))
         place = torch.searchsorted(table, positions.expand(len(table), -1).contiguous(), right=True) - 1
         return table.gather(1, place)
 
@@ -82,7 +82,7 @@ class Documents:
             begins = self.begins(layout.positions(rank, device))
             return torch.searchsorted(layout.positions(source, device), begins, out_int32=True)
 
-        return self._kept(("first_key", layout, rank, source, device), make)
+        return self.kept(("first_key", layout, rank, source, device), make)
 
     def first_block(self, layout: Layout, rank: int, device) -> torch.Tensor:
         """The block in which the document of the first row of each block of `rank` begins: int64 [b, m].
@@ -93,7 +93,7 @@ class Documents:
         def make():
             return self.begins(layout.blocks(rank, device) * layout.block_size) // layout.block_size
 
-        return self._kept(("first_block", layout, rank, device), make)
+        return self.kept(("first_block", layout, rank, device), make)
 
     def reach(self, layout: Layout, rank: int, source: int, device) -> tuple[torch.Tensor, torch.Tensor]:
         """How far the local blocks of `rank` and of `source` reach each other within a document.
@@ -110,14 +110,15 @@ class Documents:
             )
             return torch.searchsorted(keys, first_block), after
 
-        return self._kept(("reach", layout, rank, source, device), make)
+        return self.kept(("reach", layout, rank, source, device), make)
 
     def same(self, device) -> torch.Tensor:
         """Whether two tokens are of one document: bool [b, 1, N, N], for tests and drawings."""
         begins = self.begins(torch.arange(self.num_tokens, device=device))
         return (begins[:, :, None] == begins[:, None])[:, None]
 
-    def _kept(self, name: tuple, make: Callable):
+    def kept(self, name: tuple, make: Callable):
+        """What `make` returned for `name`, the first time it was asked for: for all that the layers share."""
         if name not in self.made:
             self.made[name] = make()
         return self.made[name]

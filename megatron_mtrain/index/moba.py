@@ -26,6 +26,8 @@ from .sparse_index import SparseIndex
 class ChunkIndex(SparseIndex):
     """attended(t, u) = u <= t and (t // C == u // C or chosen[t, u // C]), per batch entry and query head.
 
+    With documents, also t and u of one; a row's choice begins with the chunk in which its document begins.
+
     chosen       bits of the chunks that each local row attends beside its own: int32 [b, h, words, s]
     row_start    int32 [b, h, c + 1] and row_index int32 [b, h, s * (topk - 1)]: the same by chunk, see Routes
     chunk_size   C; groups, the key heads
@@ -57,11 +59,16 @@ class ChunkIndex(SparseIndex):
         b, h, chunks = *self.row_start.shape[:2], self.row_start.shape[2] - 1
         first = torch.searchsorted(key, query // per_chunk * per_chunk)
         after = torch.searchsorted(key, query, right=True)
+        if self.documents is not None:
+            reach = self.documents.reach(self.layout, self.rank, source, device)
+            first = torch.maximum(first, reach[0])
         count, index = list_ranges(first, after - first, slots, batch=b, heads=h)
         key_count = key_index = None
         if by_key:
             first = torch.searchsorted(query, key)
             after = torch.searchsorted(query, (key // per_chunk + 1) * per_chunk)
+            if self.documents is not None:
+                after = torch.minimum(after, reach[1])
             shape = {"batch": b, "heads": h, "groups": self.groups, "num_blocks": len(query)}
             key_count, key_index = list_key_ranges(first, after - first, slots, **shape)
         # Blocks ascend, so a chunk's keys stand together in every shard.
@@ -69,7 +76,14 @@ class ChunkIndex(SparseIndex):
         key_start = (torch.searchsorted(key, borders) * size).int()
         routes = Routes(key_start, self.row_start, self.row_index)
         return Tiles(
-            count, index, source == self.rank, size, routes=routes, key_count=key_count, key_index=key_index
+            count,
+            index,
+            source == self.rank,
+            size,
+            routes=routes,
+            first_key=self.first_key(source, device),
+            key_count=key_count,
+            key_index=key_index,
         )
 
     def complete(self, rings) -> "ChunkIndex":
@@ -95,17 +109,52 @@ class _Complete(ChunkIndex):
         return (chosen.bool() | (chunk[:, None] == chunk)) & self.allowed(chunk.device)
 
 
-def build(config, query, key, layout, rings, *, rank: int, **_) -> ChunkIndex:
+@dataclass(frozen=True)
+class _ChunkDocuments:
+    """What documents are for chunks, tensors that all layers share.
+
+    counts      bool [s, b, 1, 1]: keys of the document of their chunk's last token, the only ones that later
+                chunks can see
+    tokens      int64 [c, b, 1, 1]: how many of them a chunk has
+    first_chunk int32 [b, s]: the chunk in which the document of a row begins
+    """
+
+    counts: torch.Tensor
+    tokens: torch.Tensor
+    first_chunk: torch.Tensor
+
+    @classmethod
+    def of(cls, documents, layout, rank: int, size: int, device) -> "_ChunkDocuments":
+        starts = torch.arange(0, layout.num_tokens, size, device=device)
+        last = (starts + size - 1).clamp(max=layout.num_tokens - 1)
+        begins = documents.begins(last)
+        positions = layout.positions(rank, device)
+        counts = positions >= begins[:, positions // size]
+        tokens = last + 1 - torch.maximum(starts, begins)
+        first_chunk = (documents.begins(positions) // size).int()
+        return cls(counts.T[..., None, None], tokens.T[..., None, None], first_chunk)
+
+
+def build(config, query, key, layout, rings, *, rank: int, documents=None, **_) -> ChunkIndex:
     """Means of the chunks' keys over all ranks, then the choice of every local row."""
     size, per_chunk = config.method.moba_chunk_size, config.method.moba_chunk_size // layout.block_size
     chunks = -(-layout.num_tokens // size)
     chunk_of_block = layout.blocks(rank, query.device) // per_chunk
+    tokens, first_chunk = size, None  # a short last chunk is nobody's past: its mean is never used
+    if documents is not None:
+        made = documents.kept(
+            ("chunks", layout, rank, size, key.device),
+            lambda: _ChunkDocuments.of(documents, layout, rank, size, key.device),
+        )
+        tokens, first_chunk = made.tokens, made.first_chunk
+        key = torch.where(made.counts, key, 0)
     sums = all_reduce(chunk_sums(key, chunk_of_block, chunks, layout.block_size), rings)
-    means = sums / size  # a short last chunk is nobody's past: its mean is never used
+    means = sums / tokens
     topk = min(config.method.moba_topk, chunks)
-    chosen = choose_chunks(query, means, chunk_of_block, topk - 1, layout.block_size)
+    chosen = choose_chunks(query, means, chunk_of_block, topk - 1, layout.block_size, first_chunk)
     row_start, row_index = route_rows(chosen, chunks, topk - 1)
-    return ChunkIndex(layout, rank, chosen, row_start, row_index, size, key.shape[2])
+    groups = key.shape[2]
+    return ChunkIndex(layout, rank, chosen, row_start, row_index, size, groups, documents=documents)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from tests.oracle import dense_mask
+from tests.oracle import dense_mask, moba_mask, xattn_mask
 from tests.ring.cases import Case, check
 
 N, BLOCK = 256, 16
@@ -32,3 +32,20 @@ def test_dense(gang, implementation, shape, borders):
     fields = {"implementation": implementation, "block_size": BLOCK}
     naive = lambda query, key, documents: dense_mask(2, 2, N, documents)  # noqa: E731
     run(gang, shape, "dense", fields, borders, naive)
+
+
+@PARTS
+@pytest.mark.parametrize("borders", BORDERS)
+def test_moba(gang, implementation, shape, borders):
+    fields = {"moba_chunk_size": 48, "moba_topk": 3}
+    naive = partial(moba_mask, chunk_size=48, topk=3)
+    fields |= {"implementation": implementation, "block_size": BLOCK}
+    run(gang, shape, "moba", fields, borders, naive)
+
+
+@PARTS
+@pytest.mark.parametrize("borders", BORDERS)
+def test_xattn(gang, implementation, shape, borders):
+    fields = {"granularity": BLOCK, "stride": 4, "threshold": 0.5, "keep_recent": borders == "one-long"}
+    naive = partial(xattn_mask, **fields)
+    run(gang, shape, "xattn", {"implementation": implementation, **fields}, borders, naive)
