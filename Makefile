@@ -25,7 +25,7 @@ demo: setup
 test: setup
 	TRITON_INTERPRET=1 $(RUN) -m pytest -q -n 2 tests/kernels
 	$(RUN) -m pytest -q -n 2 tests/tools tests/test_*.py
-	$(RUN) -m pytest -q tests/model tests/ring tests/reliability
+	$(RUN) -m pytest -q tests/model tests/ring tests/reliability tests/examples
 
 test-gpu:
 	$(or $(PYTHON),python3) -m pytest -q -m gpu tests

@@ -8,6 +8,7 @@ flags are Megatron's, plus the group "sparse attention" (megatron_mtrain/argumen
 Qwen2.5 defaults).
 """
 
+import sys
 from functools import partial
 
 import torch
@@ -25,6 +26,7 @@ from megatron_mtrain.batch import next_batch
 from megatron_mtrain.chunked_mlp import use_chunked_mlp
 from megatron_mtrain.config import AttentionConfig
 from megatron_mtrain.cpu import prepare_megatron
+from megatron_mtrain.dry_run import plan
 from megatron_mtrain.guards import explained
 from megatron_mtrain.loss import in_chunks
 from megatron_mtrain.model import use_sparse_attention
@@ -45,6 +47,9 @@ def main() -> None:
         train_only(model_config, args.trainable)
         telemetry = Telemetry(args)
         telemetry.attach(model_config)
+    if args.dry_run:
+        sys.stdout.write(plan(args, attention))
+        return
     with explained(), telemetry.written():
         pretrain(
             pretrain_cfg_container_from_args(args, model_config),

@@ -20,6 +20,7 @@ from . import chunked_mlp, offload, presets
 from .checks import check_vocabulary, validate
 from .config import AttentionConfig
 from .cpu import CPU_DEFAULTS
+from .validation import check_int
 
 
 @dataclass
@@ -54,6 +55,9 @@ class AttentionArguments:
 
     offload_layer_inputs: bool = False
     """With full recompute, keep the input of every layer in host memory until its backward."""
+
+    dry_run: int | None = None
+    """Check the arguments for that many processes, say what they mean, and exit: no launcher, no GPU."""
 
     log_attention: bool = True
     """Leave out density, recall, imbalance, tokens a second, MFU ... of every logged step (telemetry.py)."""
@@ -116,6 +120,10 @@ def parse_arguments() -> tuple[Namespace, AttentionConfig]:
     if "RANK" not in os.environ:  # one process, started without a launcher; port 0 is any free one
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     args = parse_args(add_arguments)
+    if args.dry_run is not None:
+        check_int("--dry-run", args.dry_run, 1)
+        os.environ["WORLD_SIZE"] = str(args.dry_run)
+        args.world_size = args.dry_run
     attention = validate(args)
     args = parse_and_validate_args(add_arguments, args_defaults=_derived_defaults(args))
     for feature in (presets, chunked_mlp, offload):

@@ -1,11 +1,12 @@
 """Processes that stay up for a test session and run the whole of pretrain_qwen.py on request.
 
-`Trainers.run(ranks, flags)` gives the first `ranks` of SIZE processes a fresh environment, process group and
-Megatron state, as a launcher would, and lets each call `pretrain_qwen.main()`. Importing torch and Megatron
-costs seconds a process, so it happens once and not once per parallel layout.
+`Trainers.run(ranks, flags)` gives the first `ranks` processes a fresh environment, process group and Megatron
+state, as a launcher would, and lets each call `pretrain_qwen.main()`, or the main of another script.
+Importing torch and Megatron costs seconds a process, so it happens once and not once per parallel layout.
 """
 
 import contextlib
+import importlib
 import multiprocessing.connection
 import os
 import signal
@@ -19,24 +20,27 @@ TIMEOUT = 240  # seconds for one run; the slowest takes about thirty
 
 
 class Trainers:
-    """SIZE training processes; their output goes to `folder`/rank*.log."""
+    """`size` training processes; their output goes to `folder`/rank*.log."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, size: int = SIZE):
+        self.folder, self.size = folder, size
         self.workers = []
 
     def start(self) -> None:
         """Starts the processes."""
         context = multiprocessing.get_context("spawn")
-        for rank in range(SIZE):
+        for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_worker, args=(rank, self.folder / f"rank{rank}.log", there))
             process.start()
             there.close()
             self.workers.append((process, here))
 
-    def run(self, ranks: int, flags: list[str], change: str | None = None) -> None:
-        """Runs pretrain_qwen.py with `flags` on `ranks` processes; `change` names one of CHANGES.
+    def run(
+        self, ranks: int, flags: list[str], change: str | None = None, script: str = "pretrain_qwen"
+    ) -> None:
+        """Runs a script (a module with a main) with `flags` on `ranks` processes; `change` names one of
+        CHANGES.
 
         Raises RuntimeError with the traceback of the rank that failed first; the processes are then started
         anew.
@@ -48,7 +52,7 @@ class Trainers:
             port = probe.getsockname()[1]
         involved = [pipe for _, pipe in self.workers[:ranks]]
         for pipe in involved:
-            pipe.send((ranks, port, flags, change))
+            pipe.send((ranks, port, flags, change, script))
         waiting = list(involved)
         while waiting:
             ready = multiprocessing.connection.wait(waiting, TIMEOUT)
@@ -56,7 +60,7 @@ class Trainers:
             failed = [answer for answer in answers if answer is not None]
             if failed:
                 self.stop()
-                raise RuntimeError(f"pretrain_qwen.py {' '.join(flags)}\n{failed[0]}")
+                raise RuntimeError(f"{script} {' '.join(flags)}\n{failed[0]}")
             waiting = [pipe for pipe in waiting if pipe not in ready]
 
     def stop(self) -> None:
@@ -80,29 +84,28 @@ def _worker(rank: int, log: Path, pipe) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            ranks, port, flags, change = pipe.recv()
+            ranks, port, flags, change, script = pipe.recv()
         except EOFError:  # the test session is gone
             return
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         try:
-            _train(flags, CHANGES[change])
+            _train(script, flags, CHANGES[change])
             pipe.send(None)
         except BaseException:  # a run that refuses its arguments raises SystemExit
             pipe.send(f"rank {rank}:\n{traceback.format_exc()}")
 
 
-def _train(flags: list[str], change) -> None:
+def _train(script: str, flags: list[str], change) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
     from megatron.training import get_tensorboard_writer, training
 
-    import pretrain_qwen
-
-    sys.argv = ["pretrain_qwen.py", *flags]
+    main = importlib.import_module(script).main
+    sys.argv = [f"{script}.py", *flags]
     undo = change()
     try:
-        pretrain_qwen.main()
+        main()
         if get_tensorboard_writer():
             get_tensorboard_writer().close()
     finally:
