@@ -78,7 +78,6 @@ class _Rows:
 
     def hidden(self, low, high, begin, end) -> torch.Tensor:
         """Pairs of keys low .. high - 1 and rows begin .. end - 1 whose key is before the row's first one."""
-        begin, end, low, high = torch.broadcast_tensors(begin, end, low, high)
         some = torch.searchsorted(self.first, low, right=True).clamp(begin, end)  # miss a part from here on
-        whole = torch.searchsorted(self.first, high.contiguous()).clamp(begin, end)  # and all from here on
+        whole = torch.searchsorted(self.first, high).clamp(begin, end)  # and all from here on
         return self.sums[whole] - self.sums[some] - low * (whole - some) + (high - low) * (end - whole)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_mtrain.kernels import block_sparse, reference, triton_backend, vertical
+from megatron_mtrain.kernels.pairs import attended_pairs
 from megatron_mtrain.kernels.tiles import Columns, Tiles
 
 BLOCK, SINK = 128, 30
@@ -92,17 +93,6 @@ def _compact(mask):
             ~mask[:, :, first : first + 256], dim=-1, stable=True
         )
     return mask.sum(-1, dtype=torch.int32), index
-
-
-def attended_pairs(tiles: Tiles) -> int:
-    """Attended pairs (query, key) over all heads: whole tiles, half of those on the diagonal, column bits."""
-    m = tiles.block_count.shape[2]
-    diagonal = tiles.block_count.shape[1] * m * BLOCK * (BLOCK - 1) // 2
-    pairs = int(tiles.block_count.sum(dtype=torch.int64)) * BLOCK * BLOCK - diagonal
-    if tiles.columns is not None:
-        words = tiles.columns.visible.flatten().split(1 << 24)
-        pairs += BLOCK * sum(int(reference.unpack_bits(part).sum(dtype=torch.int64)) for part in words)
-    return pairs
 
 
 def make_inputs(tokens: int, shape: Shape, generator) -> list[torch.Tensor]:
@@ -256,7 +246,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     for tokens, columns, density in CASES[: options.cases]:
         tiles, times, peak = sparse(tokens, columns, density, shape)
-        pairs = attended_pairs(tiles)
+        pairs = int(attended_pairs(tiles).sum())
         del tiles
         torch.cuda.empty_cache()
         share = pairs / (shape.heads * tokens * (tokens + 1) / 2)

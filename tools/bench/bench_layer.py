@@ -27,6 +27,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_mtrain import AttentionConfig, make_layout, sparse_ring_attention
 from megatron_mtrain.index import build_index
+from megatron_mtrain.kernels.pairs import attended_pairs
 
 METHODS = ("minfer", "moba", "xattn")
 HOT_GAIN = 8.0  # scaled score that a hot block has on top: e**8 times the weight of a cold one
@@ -162,7 +163,7 @@ def method_row(args, tokens: int, method: str, dense_ms: float) -> dict:
         tiles = index.tiles(0, by_key=True)
         torch.cuda.synchronize()
         index_bytes = torch.cuda.max_memory_allocated() - before
-        pairs = attended_pairs(tiles)
+        pairs = int(attended_pairs(tiles).sum())
         del tiles
 
         def build():
@@ -189,23 +190,6 @@ def method_row(args, tokens: int, method: str, dense_ms: float) -> dict:
         "index_share": index_ms / total_ms,
         "index_mib": index_bytes / 2**20, "peak_mib": peak / 2**20,
     }  # fmt: skip
-
-
-def attended_pairs(tiles) -> int:
-    """Attended (query, key) pairs over all heads, counted from the lists; the diagonal tile counts half."""
-    size = tiles.block_size
-    whole = int(tiles.block_count.sum()) * size * size
-    diagonal = tiles.block_count.numel() * size * (size - 1) // 2 if tiles.diagonal else 0
-    seen = 0
-    if tiles.columns is not None:
-        words = tiles.columns.visible
-        for bit in range(32):
-            seen += int(((words >> bit) & 1).sum())
-    routed = 0
-    if tiles.routes is not None:
-        rows = tiles.routes.row_start.diff(dim=-1).sum((0, 1)).double()
-        routed = int((rows * tiles.routes.key_start.diff()).sum())
-    return whole - diagonal + seen * size + routed
 
 
 def markdown(args, rows: list[dict]) -> str:

@@ -129,7 +129,7 @@ def run_flags(args, tokens: int, method: str, folder: Path) -> list[str]:
     flags = f"""
         --model {args.model} --seq-length {tokens} --attn-type {method} --tokenizer-type NullTokenizer
         --bf16 --use-distributed-optimizer --lr 1e-5 --lr-decay-style constant --weight-decay 0
-        --eval-iters 0 --log-interval 1 --num-workers 1 --split 100,0,0
+        --eval-iters 0 --log-interval 1 --no-log-attention --num-workers 1 --split 100,0,0
     """.split()
     if "--data-path" not in args.flags:
         flags.append("--mock-data")

@@ -22,8 +22,8 @@ import pretrain_qwen
 from megatron_mtrain import core_attention
 from megatron_mtrain.checks import attention_config
 from megatron_mtrain.flops import attention_flops, linear_flops, peak_tflops, utilisation
+from megatron_mtrain.kernels.pairs import attended_pairs
 from megatron_mtrain.qwen_shape import QwenShape, from_arguments
-from tools.bench.bench_layer import attended_pairs
 from tools.bench.step_parts import Recorder, watch_functions, watch_modules, watch_training
 from tools.plan.memory import budgets, peak
 from tools.plan.memory_parts import Run
@@ -94,7 +94,8 @@ class Bench:
         index = self.build_index(config, query, key, layout, rings, layer, **named)
         if self.pairs is not None:
             whole = query.shape[1] * query.shape[2] * layout.num_tokens * (layout.num_tokens + 1) / 2
-            self.pairs[0] += sum(attended_pairs(index.tiles(source)) for source in range(layout.world_size))
+            sources = range(layout.world_size)
+            self.pairs[0] += sum(int(attended_pairs(index.tiles(source)).sum()) for source in sources)
             self.pairs[1] += whole / layout.world_size
         return index
 

@@ -7,7 +7,6 @@ count for themselves alone: attention is without its index and without waiting f
 Not told apart: tensor-parallel communication inside of the linear layers, and pipeline communication (other).
 """
 
-import time
 from functools import partial, wraps
 
 import torch
@@ -15,6 +14,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
 from megatron_mtrain import core_attention, loss, ring
+from megatron_mtrain.clock import milliseconds, now
 from megatron_mtrain.index.sparse_index import SparseIndex
 
 PARTS = ("attention", "index", "mlp", "projections", "loss", "optimizer", "communication", "other")
@@ -29,7 +29,7 @@ class Recorder:
     def mark(self, name: str, begins: bool) -> None:
         """Remembers that a part begins or ends here."""
         if self.on:
-            self.marks.append((name, begins, _now()))
+            self.marks.append((name, begins, now()))
 
     def milliseconds(self) -> dict[str, float]:
         """Time by part, all steps together; what lies between two steps belongs to none."""
@@ -38,7 +38,7 @@ class Recorder:
         total, inside = dict.fromkeys(PARTS, 0.0), []
         for number, (name, begins, at) in enumerate(self.marks):
             if inside:
-                total[inside[-1]] += _between(self.marks[number - 1][2], at)
+                total[inside[-1]] += milliseconds(self.marks[number - 1][2], at)
             if begins:
                 inside.append(name)
             elif name in inside:  # autograd may end two parts in another order
@@ -98,18 +98,6 @@ class _Mark(torch.autograd.Function):
 
 def _differentiable(value) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 2
-
-
-def _now():
-    if not torch.cuda.is_initialized():
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(start, end) -> float:
-    return (end - start) * 1000 if isinstance(start, float) else start.elapsed_time(end)
 
 
 def watch_modules(recorder: Recorder, models: list) -> None:

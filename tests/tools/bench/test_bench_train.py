@@ -43,7 +43,7 @@ def test_utilisation():
 def clock(monkeypatch):
     """A clock that the test sets, in seconds."""
     hand = SimpleNamespace(at=0.0)
-    monkeypatch.setattr(step_parts, "_now", lambda: hand.at)
+    monkeypatch.setattr(step_parts, "now", lambda: hand.at)
     return hand
 
 
