@@ -1,7 +1,7 @@
 """Find the minfer budgets of every head of a Qwen model: the cheapest that keep a share of its attention.
 
-    python tools/search_pattern.py --hf Qwen2.5-3B --text books/*.txt --seq-length 131072 --rope-scaling yarn:4
-        --recall 0.9 --device cuda --out patterns/Qwen2.5_3B_fixed_0.90.json
+    python tools/search_pattern.py --hf Qwen2.5-3B --text books/*.txt --seq-length 131072
+        --rope-scaling yarn:4 --recall 0.9 --device cuda --out patterns/Qwen2.5_3B_fixed_0.90.json
 
 Runs the model with exact attention on calibration text, a layer in memory at a time, and measures for every
 head and every budget of a grid which share of the exact softmax of sampled query rows minfer's selection
@@ -70,7 +70,8 @@ def check(args: argparse.Namespace) -> None:
     if args.seq_length % args.block_size:
         nearest = max(args.seq_length // args.block_size, 1) * args.block_size
         raise ValueError(
-            f"--seq-length {args.seq_length} is not a multiple of --block-size {args.block_size}; give {nearest}"
+            f"--seq-length {args.seq_length} is not a multiple of --block-size {args.block_size}; "
+            f"give {nearest}"
         )
     if any(not 0 <= share <= 1 for share in args.shares):
         raise ValueError(f"--shares {args.shares} must all be from 0 to 1")
@@ -187,8 +188,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit("search_pattern: interrupted; nothing is written")
     print(
-        f"{args.out}: {len(found['heads'])} heads keep {found['recall']:.2%} at {found['density']:.2%} of the "
-        f"causal pairs; {found['heads_below']} below {args.recall:.2%}. Train with pattern_config_name: {args.out}"
+        f"{args.out}: {len(found['heads'])} heads keep {found['recall']:.2%} at {found['density']:.2%} of "
+        f"the causal pairs; {found['heads_below']} below {args.recall:.2%}.\n"
+        f"Train with `pattern_config_name: {args.out}` in the YAML of --train-attn-config"
     )
 
 

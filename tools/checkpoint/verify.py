@@ -11,35 +11,17 @@ import sys
 from pathlib import Path
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import training
-from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.checkpointing import load_checkpoint
 from transformers import AutoModelForCausalLM
 
 from megatron_mtrain.arguments import parse_arguments
 from megatron_mtrain.cpu import prepare_megatron
 from megatron_mtrain.layouts import make_layout
-from megatron_mtrain.model import use_sparse_attention
 from megatron_mtrain.presets import model_shape
+from tools.loaded_model import RUN, gather, load_model
 
 TOKENS = 256  # two blocks of attention
 TOLERANCE = 1e-4  # of the largest logit; the order of float32 sums gives about 1e-6
-# What Megatron asks of every run, though this one takes no step.
-RUN = (
-    *("--tokenizer-type", "NullTokenizer", "--mock-data", "--split", "100,0,0", "--num-workers", "0"),
-    *("--micro-batch-size", "1", "--global-batch-size", "1", "--lr", "0", "--train-iters", "1"),
-    *(
-        "--eval-iters",
-        "0",
-        "--attn-type",
-        "dense",
-        "--exit-on-missing-checkpoint",
-        "--no-load-optim",
-        "--no-load-rng",
-    ),
-)
 
 
 def verify(hf: Path, megatron: Path) -> str:
@@ -89,43 +71,15 @@ def megatron_logits(flags: list[str], tokens: torch.Tensor) -> torch.Tensor | No
 
 def _logits_of_run(tokens: torch.Tensor) -> torch.Tensor | None:
     prepare_megatron()
-    args, attention = parse_arguments()
-    training.initialize_megatron()
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    config = gpt_config_from_args(args)
-    use_sparse_attention(config, attention)
-    builder = config.get_builder_cls()(config)
-    models = builder.build_distributed_models(groups, wrap_with_ddp=False)
-    load_checkpoint(models, None, None)
-    return _whole_logits(models, tokens, attention, groups)
-
-
-def _whole_logits(models: list, tokens: torch.Tensor, attention, groups) -> torch.Tensor | None:
-    layout = make_layout(attention.layout, tokens.size(1), groups.cp.size(), attention.block_size)
+    loaded = load_model(*parse_arguments())
+    groups, (batch, num_tokens) = loaded.groups, tokens.shape
+    layout = make_layout(loaded.attention.layout, num_tokens, groups.cp.size(), loaded.attention.block_size)
     positions = layout.positions(groups.cp.rank())
 
-    def step(_, model):
-        ids = positions.expand(len(tokens), -1)
-        return model(tokens[:, positions], ids, None), lambda logits, non_loss_data: logits.float()
+    def call(model):
+        return model(tokens[:, positions], positions.expand(batch, -1), None)
 
-    with torch.no_grad():
-        outputs = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=None,
-            model=models,
-            num_microbatches=1,
-            seq_length=tokens.size(1),
-            micro_batch_size=len(tokens),
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-    if not outputs:
+    logits = loaded.forward(call, batch=batch, num_tokens=num_tokens)
+    if logits is None:
         return None
-    logits = torch.cat(_gather(outputs[0], groups.tp), -1)
-    return layout.unshard(_gather(logits, groups.cp), 1)
-
-
-def _gather(tensor: torch.Tensor, group) -> list[torch.Tensor]:
-    parts = [torch.empty_like(tensor) for _ in range(group.size())]
-    torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
-    return parts
+    return loaded.whole(torch.cat(gather(logits.float(), groups.tp), -1), 1)

@@ -26,7 +26,7 @@ def from_files(
 
 
 def from_indexed(prefix: Path, *, length: int, count: int, seed: int) -> list[torch.Tensor]:
-    """`count` sequences int64 [length] of the dataset PREFIX.bin and .idx. Raises DataError and ValueError."""
+    """`count` sequences int64 [length] of the dataset `prefix`.bin. Raises DataError and ValueError."""
     data = read_indexed(prefix)
     return _cut(data.ids, data.lengths, length=length, count=count, seed=seed)
 

@@ -1,4 +1,4 @@
-"""What share of true attention a head keeps under minfer, and at what cost, for every budget of a grid at once.
+"""What share of true attention a head keeps under minfer, and at what cost, for all budgets of a grid.
 
 Budgets of a grid are nested: what a level selects, every later level selects too. So a column has a first
 level at which it is on, and so has a block distance; a pair (t, u) is attended from level `columns[u]` of the
@@ -32,7 +32,7 @@ class Settings:
 
 
 class Axis(NamedTuple):
-    """Nested budgets of columns or of slashes: a share of the probe mass (None: fixed) and a cap, by level."""
+    """Nested budgets of columns or of slashes, by level: a share of the probe mass (None: fixed), a cap."""
 
     shares: tuple[float | None, ...]
     caps: tuple[int, ...]
@@ -56,7 +56,7 @@ def flex_axis(shares, cap: int) -> Axis:
 
 
 class Measured(NamedTuple):
-    """By head and budget, float64 [H, V, S]: mass kept (mean over rows) and pairs attended of the sequence."""
+    """By head and budget, float64 [H, V, S]: mass kept (mean over rows), and pairs of a sequence attended."""
 
     kept: torch.Tensor
     pairs: torch.Tensor
@@ -154,7 +154,7 @@ def _beyond(histogram: torch.Tensor) -> torch.Tensor:
 
 
 def sample_rows(length: int, count: int, seed: int) -> torch.Tensor:
-    """`count` query positions int64, ascending, one drawn from each of as many equal parts of the sequence."""
+    """`count` query positions int64, ascending, one drawn from each of as many equal parts of a sequence."""
     count = min(count, length)
     edges = torch.linspace(0, length, count + 1, dtype=torch.float64).long()
     drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -50,8 +50,8 @@ def markdown(found: dict, title: str, command: str) -> str:
     lines += [
         f"{len(heads)} heads keep {found['recall']:.2%} of the attention on average, the least "
         f"{found['recall_least']:.2%}, at {found['density']:.2%} of the causal pairs. "
-        + (f"{below} heads stay below the {found['recall_asked']:.2%} asked for: no budget of the grid serves "
-           "them." if below else f"All reach the {found['recall_asked']:.2%} asked for."),
+        + (f"{below} stay below the {found['recall_asked']:.2%} asked for: the grid has no budget for them."
+           if below else f"All reach the {found['recall_asked']:.2%} asked for."),
         "",
         "Recall is the share of the exact softmax of sampled query rows that the pattern attends.",
     ]  # fmt: skip

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.tools.checkpoint.tiny_models import MODELS, PROMPT, TOKENS, YARN
-from tools.checkpoint.verify import RUN, megatron_logits
+from tools.checkpoint.verify import megatron_logits
+from tools.loaded_model import RUN
 
 TOLERANCE = 1e-4  # asked of float32; the order of sums gives about 1e-6
 LAYOUTS = {

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_mtrain.presets import NAMES, model_shape
 from tests.tools.checkpoint.ranks import train
 from tools.checkpoint.names import LAYERS, QKV_WEIGHT, Row, extra_states, table
-from tools.checkpoint.verify import RUN
+from tools.loaded_model import RUN
 
 
 def test_query_key_and_value_are_dealt_by_key_head():

@@ -12,7 +12,7 @@ from tests.tools.checkpoint.ranks import convert_in_process, train
 from tests.tools.checkpoint.tiny_models import MODELS, YARN, make_model, save
 from tools.checkpoint import safetensors_folder
 from tools.checkpoint.safetensors_folder import INDEX, Planned
-from tools.checkpoint.verify import RUN
+from tools.loaded_model import RUN
 
 BESIDE = ("tokenizer_config.json", "merges.txt", "generation_config.json")
 

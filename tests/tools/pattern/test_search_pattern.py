@@ -18,8 +18,10 @@ from tools.pattern.qwen_layers import QwenLayers
 from tools.search_pattern import parse_arguments, run
 
 TOKENS, BLOCK, SAMPLES, RECALL = 256, 32, 2, 0.8
-FLAGS = f"--seq-length {TOKENS} --samples {SAMPLES} --rows 40 --block-size {BLOCK} --last-q 16 --sink-tokens 2".split()
-FLAGS += ["--local-window", "8", "--recall", str(RECALL)]
+FLAGS = f"""
+    --seq-length {TOKENS} --samples {SAMPLES} --rows 40 --recall {RECALL}
+    --block-size {BLOCK} --last-q 16 --sink-tokens 2 --local-window 8
+""".split()
 METHOD = {"block_size": BLOCK, "last_q": 16, "sink_tokens": 2, "local_window": 8}
 NAMES = {"qwen2": "qwen2 tied gqa4", "qwen3": "qwen3 untied gqa4"}
 
