@@ -21,14 +21,19 @@ PROGRAMS = 264  # two on each of 132 multiprocessors; their scratch is 22 MB, wh
 
 @triton.jit
 def _tile_scores(
-    probe, row, rows, k, keys, first, heads, head, qk_scale, D: tl.constexpr, ROWS: tl.constexpr
-):
-    """Scores in base 2 of ROWS probe rows from `row` on over one key tile; -inf where the key is later."""
+    probe, row, rows, k, keys, first, begin, heads, head, qk_scale,
+    D: tl.constexpr, ROWS: tl.constexpr, BEGINS: tl.constexpr,
+):  # fmt: skip
+    """Scores in base 2 of ROWS probe rows from `row` on over one key tile; -inf where the key is later, or
+    before `begin`.
+    """
     at = row + tl.arange(0, ROWS)
     pointers = probe + (at[:, None] * heads + head) * D + tl.arange(0, D)[None, :]
     q = tl.load(pointers, mask=at[:, None] < rows, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * qk_scale
     seen = (keys[None, :] <= first + at[:, None]) & (at[:, None] < rows)
+    if BEGINS:
+        seen = seen & (keys >= begin)[None, :]
     return tl.where(seen, scores, -float("inf"))
 
 
@@ -42,16 +47,18 @@ def _key_tile(key, starts, tile, pair, pairs, BLOCK: tl.constexpr, TILE: tl.cons
 
 
 @triton.jit
-def log_mass_kernel(probe, key, starts, part, rows, first, pairs, tiles, qk_scale,
+def log_mass_kernel(probe, key, starts, part, rows, first, begin, pairs, tiles, qk_scale,
                     GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr,
-                    D: tl.constexpr):  # fmt: skip
+                    D: tl.constexpr, BEGINS: tl.constexpr):  # fmt: skip
     """part[pair * GROUP + head, tile, row] = log2 of the row's sum over one key tile."""
     tile, pair = tl.program_id(0), tl.program_id(1)
     k, _, keys = _key_tile(key, starts, tile, pair, pairs, BLOCK, TILE, D)
     for member in range(GROUP):
         head = pair * GROUP + member
         for row in range(0, rows, ROWS):
-            scores = _tile_scores(probe, row, rows, k, keys, first, pairs * GROUP, head, qk_scale, D, ROWS)
+            scores = _tile_scores(
+                probe, row, rows, k, keys, first, begin, pairs * GROUP, head, qk_scale, D, ROWS, BEGINS
+            )
             top = tl.max(scores, 1)
             safe = tl.where(top == -float("inf"), 0.0, top)
             mass = safe + tl.log2(tl.sum(tl.exp2(scores - safe[:, None]), 1))
@@ -60,9 +67,9 @@ def log_mass_kernel(probe, key, starts, part, rows, first, pairs, tiles, qk_scal
 
 
 @triton.jit
-def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows, first, pairs, tiles,
+def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows, first, begin, pairs, tiles,
                         num_tokens, qk_scale, GROUP: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-                        ROWS: tl.constexpr, D: tl.constexpr):  # fmt: skip
+                        ROWS: tl.constexpr, D: tl.constexpr, BEGINS: tl.constexpr):  # fmt: skip
     """Mean probabilities of key tiles: summed over rows, and along the distances that a tile touches.
 
     A tile of T keys and R <= T rows touches T + R - 1 distances, and two neighbouring tiles share R - 1 of
@@ -86,7 +93,7 @@ def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows,
             total = tl.zeros([TILE], dtype=tl.float32)
             for row in range(0, rows, ROWS):
                 scores = _tile_scores(
-                    probe, row, rows, k, keys, first, pairs * GROUP, head, qk_scale, D, ROWS
+                    probe, row, rows, k, keys, first, begin, pairs * GROUP, head, qk_scale, D, ROWS, BEGINS
                 )
                 at = row + tl.arange(0, ROWS)
                 mass = tl.load(lse + head * rows + at, mask=at < rows, other=0.0) * 1.4426950408889634
@@ -104,32 +111,36 @@ def probe_scores_kernel(probe, key, starts, lse, vertical, slash, scratch, rows,
             tl.store(vertical + head.to(tl.int64) * tiles * TILE + local, total)
 
 
-def log_mass(probe, key, starts, first: int, scale: float, block_size: int) -> torch.Tensor:
+def log_mass(probe, key, starts, first: int, scale: float, block_size: int, begin: int = 0) -> torch.Tensor:
     """log(sum(exp(scores))) of every probe row over the local keys: [b, h, q], -inf where all keys are later.
 
     probe [q, b, h, d], row i at global position first + i; key [t, b, g, d], block j of it at global
-    positions from starts[j] on (int64 [n]).
+    positions from starts[j] on (int64 [n]). Keys before position `begin` count for nothing.
     """
     if not runs_on_triton(key, block_size):
-        return torch.logsumexp(_scores(probe, key, _positions(starts, block_size), first, scale), -1)
-    grid, shared = _launch(probe, key, block_size)
+        return torch.logsumexp(_scores(probe, key, _positions(starts, block_size), first, scale, begin), -1)
+    grid, shared = _launch(probe, key, block_size, begin)
     rows, b, h, _ = probe.shape
     part = torch.empty(b * h, grid[0], rows, dtype=torch.float32, device=key.device)
     log_mass_kernel[grid](
-        probe, key, starts, part, rows, first, grid[1], grid[0], scale * LOG2_E, **shared, num_warps=4
+        probe, key, starts, part, rows, first, begin, grid[1], grid[0], scale * LOG2_E, **shared, num_warps=4
     )
     return torch.logsumexp(part.mul_(1 / LOG2_E), 1).view(b, h, rows)
 
 
-def probe_scores(probe, key, starts, first: int, lse, *, scale: float, block_size: int, num_tokens: int):
+def probe_scores(  # noqa: PLR0913 - those of log_mass, and two
+    probe, key, starts, first: int, lse, *, scale: float, block_size: int, num_tokens: int, begin: int = 0
+):
     """Mean probability over the probe rows, by key and by distance.
 
     lse [b, h, q] is over the keys of all ranks. Returns vertical [b, h, t], in the order of the local keys,
     and this rank's part of slash [b, h, N]: the sum over ranks is the mean of A[i, first + i - distance].
+    Keys before position `begin` count for nothing; N is the number of distances, `num_tokens`.
     """
     if not runs_on_triton(key, block_size):
-        return _probe_scores_torch(probe, key, _positions(starts, block_size), first, lse, scale, num_tokens)
-    grid, shared = _launch(probe, key, block_size)
+        scores = _scores(probe, key, _positions(starts, block_size), first, scale, begin)
+        return _probe_scores_torch(scores, _positions(starts, block_size), first, lse, num_tokens)
+    grid, shared = _launch(probe, key, block_size, begin)
     rows, b, h, _ = probe.shape
     arrays = 2 * triton.cdiv(rows, shared["ROWS"])
     vertical = torch.empty(b, h, key.shape[0], dtype=torch.float32, device=key.device)
@@ -138,7 +149,7 @@ def probe_scores(probe, key, starts, first: int, lse, *, scale: float, block_siz
     pitch = shared["ROWS"] + 2 * shared["TILE"]
     scratch = torch.zeros(programs, shared["ROWS"], pitch, dtype=torch.float32, device=key.device)
     probe_scores_kernel[(programs,)](
-        probe, key, starts, lse.contiguous(), vertical, slash, scratch, rows, first, grid[1], grid[0],
+        probe, key, starts, lse.contiguous(), vertical, slash, scratch, rows, first, begin, grid[1], grid[0],
         num_tokens, scale * LOG2_E, **shared, num_warps=4,
     )  # fmt: skip
     return vertical, slash.sum(0)
@@ -152,7 +163,7 @@ def runs_on_triton(key, block_size: int) -> bool:
     )
 
 
-def _launch(probe, key, block_size: int):
+def _launch(probe, key, block_size: int, begin: int):
     t, b, g, d = key.shape
     tile = min(TILE, block_size)
     shared = {
@@ -161,6 +172,7 @@ def _launch(probe, key, block_size: int):
         "TILE": tile,
         "ROWS": min(ROWS, tile),
         "D": d,
+        "BEGINS": begin > 0,
     }
     return (t // tile, b * g), shared
 
@@ -169,22 +181,22 @@ def _positions(starts, block_size: int) -> torch.Tensor:
     return (starts[:, None] + torch.arange(block_size, device=starts.device)).flatten()
 
 
-def _probe_scores_torch(probe, key, positions, first: int, lse, scale: float, num_tokens: int):
-    probability = torch.exp(_scores(probe, key, positions, first, scale) - lse[..., None])
-    rows = probe.shape[0]
+def _probe_scores_torch(scores, positions, first: int, lse, num_tokens: int):
+    probability = torch.exp(scores - lse[..., None])
+    rows = scores.shape[2]
     slash = probability.new_zeros(*probability.shape[:2], num_tokens)
     for row in range(rows):
         distance = first + row - positions
-        # A key later than the probe has probability 0: any distance will do.
-        slash.index_add_(-1, distance.clamp(min=0), probability[:, :, row])
+        # A key later than the probe, or before `begin`, has probability 0: any distance will do.
+        slash.index_add_(-1, distance.clamp(0, num_tokens - 1), probability[:, :, row])
     return probability.sum(-2) / rows, slash / rows
 
 
-def _scores(probe, key, positions, first: int, scale: float) -> torch.Tensor:
-    """Scaled scores [b, h, q, t], -inf for keys later than the probe row."""
+def _scores(probe, key, positions, first: int, scale: float, begin: int) -> torch.Tensor:
+    """Scaled scores [b, h, q, t], -inf for keys later than the probe row or before `begin`."""
     wide = torch.float64 if key.dtype == torch.float64 else torch.float32
     groups, rows = key.shape[2], probe.shape[0]
     q = probe.to(wide).permute(1, 2, 0, 3).unflatten(1, (groups, -1)).flatten(2, 3)
     scores = (q @ key.to(wide).permute(1, 2, 3, 0)).mul_(scale).unflatten(2, (-1, rows)).flatten(1, 2)
     later = positions > torch.arange(first, first + rows, device=positions.device)[:, None]
-    return scores.masked_fill_(later, -torch.inf)
+    return scores.masked_fill_(later | (positions < begin), -torch.inf)

@@ -36,6 +36,18 @@ class Slashes(NamedTuple):
         return self.on[:, :, distance.clamp(min=0)] & (distance >= 0)
 
 
+class TileMask(NamedTuple):
+    """Any tile mask: on bool [b, h, m, n], of the global block ids query int64 [m] and key int64 [n]."""
+
+    on: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+
+    def mask(self) -> torch.Tensor:
+        """The tiles as bool [b, h, m, n]."""
+        return self.on
+
+
 @triton.jit
 def _is_on(mask, query, key, head, i, j, m, n, distances, inside, SLASHES: tl.constexpr):
     """Whether tiles (i, j) of a head are on; i or j may be a vector."""
@@ -93,7 +105,7 @@ def column_slots_kernel(selected, before, index, t, c, n, G: tl.constexpr):
 
 @triton.jit
 def column_bits_kernel(on, query, key, index, limit, visible, m, n, c, distances, G: tl.constexpr,
-                       WORDS: tl.constexpr):  # fmt: skip
+                       SLASHES: tl.constexpr, WORDS: tl.constexpr):  # fmt: skip
     """Visibility bits of one (head, query block): in front of `limit`, and in no tile that is on."""
     i, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     end = tl.load(limit + head * m + i)
@@ -103,8 +115,12 @@ def column_bits_kernel(on, query, key, index, limit, visible, m, n, c, distances
         word = start + tl.arange(0, WORDS)
         slot = word[:, None] * 32 + tl.arange(0, 32)[None, :]
         column = tl.load(index + head * c + slot, mask=slot < end, other=0)
-        distance = block - tl.load(key + column // G, mask=slot < end, other=0)
-        covered = tl.load(on + head * distances + distance, mask=(slot < end) & (distance >= 0), other=1)
+        if SLASHES:
+            distance = block - tl.load(key + column // G, mask=slot < end, other=0)
+            at, inside = head * distances + distance, (slot < end) & (distance >= 0)
+        else:
+            at, inside = (head * m + i) * n + column // G, slot < end
+        covered = tl.load(on + at, mask=inside, other=1)
         bits = ((slot < end) & (covered == 0)).to(tl.int32) << tl.arange(0, 32)[None, :]
         tl.store(row + word, tl.sum(bits, 1), mask=word < c // 32)
 
@@ -158,20 +174,30 @@ def list_key_ranges(
     return _for_heads(members * count, batch, groups), _for_heads(index, batch, groups, 2)
 
 
-def list_columns(selected, slashes: Slashes, block_size: int, slots: int) -> Columns:
+def block_distances(distances, block_size: int) -> torch.Tensor:
+    """Block distances that the token distances touch, floor and ceil of distance / G: bool [.., N] to [..,
+    M]."""
+    floor = distances.unflatten(-1, (-1, block_size)).any(-1)
+    shifted = torch.nn.functional.pad(distances[..., 1:], (0, 1)).unflatten(-1, (-1, block_size)).any(-1)
+    on = floor | torch.nn.functional.pad(shifted[..., :-1], (1, 0))
+    on[..., 0] = True
+    return on
+
+
+def list_columns(selected, tiles: Slashes | TileMask, block_size: int, slots: int) -> Columns:
     """The selected key tokens of every head, and which query blocks see them.
 
-    selected bool [b, h, t], in the order of the visiting shard, with at most `slots` true in a row; `slashes`
-    are the tiles that the step attends anyway.
+    selected bool [b, h, t], in the order of the visiting shard, with at most `slots` true in a row; in
+    `tiles`, those that the step attends anyway, no column is visible.
     """
     slots = -(-slots // SLOTS) * SLOTS
     per_block = selected.unflatten(-1, (-1, block_size)).sum(-1, dtype=torch.int32)
     before = torch.nn.functional.pad(per_block.cumsum(-1, dtype=torch.int32), (1, 0))
     # Blocks ascend, so those in front of a query block are the first ones of the shard.
-    earlier = torch.searchsorted(slashes.key, slashes.query)
+    earlier = torch.searchsorted(tiles.key, tiles.query)
     limit = before.index_select(-1, earlier)
     place = column_bits if selected.is_cuda else _column_bits
-    index, visible = place(selected, slashes, before, limit, block_size, slots)
+    index, visible = place(selected, tiles, before, limit, block_size, slots)
     return Columns(index, before[..., -1].contiguous(), limit, visible)
 
 
@@ -193,25 +219,25 @@ def key_lists(mask, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     return count, index
 
 
-def column_bits(selected, slashes: Slashes, before, limit, block_size: int, slots: int):
+def column_bits(selected, tiles: Slashes | TileMask, before, limit, block_size: int, slots: int):
     """(index, visible) of list_columns on Triton."""
-    (b, h, t), m, n = selected.shape, len(slashes.query), len(slashes.key)
+    (b, h, t), m, n = selected.shape, len(tiles.query), len(tiles.key)
     index = torch.zeros(b, h, slots, dtype=torch.int32, device=selected.device)
     column_slots_kernel[(n, b * h)](selected, before, index, t, slots, n, G=block_size)
     visible = torch.empty(b, h, m, slots // 32, dtype=torch.int32, device=selected.device)
     column_bits_kernel[(m, b * h)](
-        slashes.on, slashes.query, slashes.key, index, limit, visible, m, n, slots, slashes.on.shape[-1],
-        G=block_size, WORDS=32,
+        tiles.on.contiguous(), tiles.query, tiles.key, index, limit, visible, m, n, slots, tiles.on.shape[-1],
+        G=block_size, SLASHES=isinstance(tiles, Slashes), WORDS=32,
     )  # fmt: skip
     return index, visible
 
 
-def _column_bits(selected, slashes: Slashes, before, limit, block_size: int, slots: int):
+def _column_bits(selected, tiles: Slashes | TileMask, before, limit, block_size: int, slots: int):
     place = torch.where(selected, selected.cumsum(-1) - 1, slots)
     index = place.new_zeros(*selected.shape[:-1], slots + 1)
     index.scatter_(-1, place, torch.arange(selected.shape[-1]).expand_as(place))
     index = index[..., :slots]
-    covered = slashes.mask()
+    covered = tiles.mask()
     block = (index // block_size)[:, :, None].expand(-1, -1, covered.shape[2], -1)
     visible = (torch.arange(slots) < limit[..., None]) & ~covered.gather(-1, block)
     return index.int(), pack_bits(visible)

@@ -69,11 +69,14 @@ class Documents:
         """Tokens of the longest document."""
         return max(int(np.diff([*row, self.num_tokens]).max()) for row in self.starts)
 
+    def numbers(self, positions: torch.Tensor) -> torch.Tensor:
+        """Which document of its sequence, from 0, the tokens at `positions` [p] are of: int64 [b, p]."""
+        table = self._table(positions.device)
+        return torch.searchsorted(table, positions.expand(len(table), -1).contiguous(), right=True) - 1
+
     def begins(self, positions: torch.Tensor) -> torch.Tensor:
         """Where the documents of the tokens at int64 `positions` [p] begin: int64 [b, p]."""
-        table = self.kept(("table", positions.device), lambda: self._table(positions.device))
-        place = torch.searchsorted(table, positions.expand(len(table), -1).contiguous(), right=True) - 1
-        return table.gather(1, place)
+        return self._table(positions.device).gather(1, self.numbers(positions))
 
     def first_key(self, layout: Layout, rank: int, source: int, device) -> torch.Tensor:
         """Keys of `source` that lie before the document of each row of `rank`: int32 [b, s], see Tiles."""
@@ -125,11 +128,14 @@ class Documents:
 
     def _table(self, device: torch.device) -> torch.Tensor:
         """The starts as int64 [b, most documents of a sequence], filled up with N."""
-        most = max(len(row) for row in self.starts)
-        table = torch.tensor([[*row, *[self.num_tokens] * (most - len(row))] for row in self.starts])
-        if device.type != "cuda":
-            return table.to(device)
-        return table.pin_memory().to(device, non_blocking=True)  # from pageable memory it would wait
+
+        def make():
+            most = max(len(row) for row in self.starts)
+            table = torch.tensor([[*row, *[self.num_tokens] * (most - len(row))] for row in self.starts])
+            # From pageable memory the copy would wait for the device.
+            return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+        return self.kept(("table", device), make)
 
 
 def _starts(row, num_tokens: int, at: int) -> tuple[int, ...]:

@@ -17,11 +17,12 @@ import torch
 
 from ..kernels.probe_scores import log_mass, probe_scores
 from ..kernels.select import select
-from ..kernels.tile_lists import Slashes, list_by_key, list_by_query, list_columns
+from ..kernels.tile_lists import Slashes, block_distances, list_by_key, list_by_query, list_columns
 from ..kernels.tiles import Tiles
 from ..layouts import Layout
 from ..pattern import load_pattern
 from ..ring import all_gather, all_reduce
+from .minfer_documents import build_by_document
 from .sparse_index import SparseIndex
 
 
@@ -77,6 +78,9 @@ def build(  # noqa: PLR0913 - what build_index gives
     """
     method, heads = config.method, query.shape[2]
     budgets = _budgets(method.pattern_config_name, layer, config.head_offset, heads, query.device)
+    if documents is not None:
+        shards = query, key, layout, rings
+        return build_by_document(method, budgets, *shards, rank=rank, scale=scale, documents=documents)
     probes = min(method.last_q, layout.num_tokens)
     scores = probe_profiles(query, key, layout, rings, rank=rank, probes=probes, scale=scale)
     kept = select(scores.flatten(0, 2), *budgets.rows(query.shape[1])).view(scores.shape)
@@ -102,16 +106,6 @@ def probe_profiles(query, key, layout, rings, *, rank: int, probes: int, scale: 
     )
     vertical = layout.unshard(list(all_gather(vertical, rings)), -1)
     return torch.stack([vertical, all_reduce(slash, rings)])
-
-
-def block_distances(distances, block_size: int) -> torch.Tensor:
-    """Block distances that the token distances touch, floor and ceil of distance / G: bool [.., N] to [..,
-    M]."""
-    floor = distances.unflatten(-1, (-1, block_size)).any(-1)
-    shifted = torch.nn.functional.pad(distances[..., 1:], (0, 1)).unflatten(-1, (-1, block_size)).any(-1)
-    on = floor | torch.nn.functional.pad(shifted[..., :-1], (1, 0))
-    on[..., 0] = True
-    return on
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ float64 throughout: a budget then ends at the same entry here and in the oracle,
 
 import json
 import math
+from functools import partial
 
 import torch
 from hypothesis import strategies as st
@@ -21,6 +22,7 @@ SHAPE = {
     "size": st.sampled_from([4, 8]),
     "groups": st.integers(1, 2),
     "group": st.integers(1, 2),
+    "cuts": st.lists(st.integers(1, 47), max_size=6),  # where documents begin, besides 0
     "seed": SEEDS,
 }
 BUDGETS = st.lists(
@@ -43,14 +45,22 @@ def attend_and_compare(attn_type, fields, naive_mask, shape):
     config = AttentionConfig.from_dict(attn_type, fields)
     layout = make_layout(config.layout, case.num_tokens, 1, config.block_size)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    out, index = sparse_ring_attention(*leaves, config=config, layout=layout, rings=[], return_index=True)
-    mask = naive_mask(query.detach(), key.detach())
+    documents = [borders(shape["cuts"], case.num_tokens)]
+    out, index = sparse_ring_attention(
+        *leaves, config=config, layout=layout, rings=[], documents=documents, return_index=True
+    )
+    mask = naive_mask(query.detach(), key.detach(), documents=documents)
     assert torch.equal(index.dense_mask(), mask)
     grads = torch.autograd.grad(out, leaves, grad_out)
     expected = naive_attention(query, key, value, mask, grad_out)
     # A row of one key has gradient 0, where only an absolute error has a meaning.
     for actual, wanted in zip((out, *grads), expected, strict=True):
         assert relative_error(actual, wanted) < 1e-12 or (actual - wanted).abs().max() < 1e-14
+
+
+def borders(cuts, num_tokens) -> list[int]:
+    """The borders of documents that begin at the cuts."""
+    return [0, *sorted({cut for cut in cuts if cut < num_tokens}), num_tokens]
 
 
 def write_budgets(folder, budgets) -> str:
@@ -78,7 +88,7 @@ def test_minfer(tmp_path):
         attend_and_compare(
             "minfer",
             fields,
-            lambda q, k: minfer_mask(q, k, budgets, block_size=shape["size"], **probe),
+            partial(minfer_mask, budgets=budgets, block_size=shape["size"], **probe),
             shape,
         )
 
@@ -92,7 +102,7 @@ def test_moba():
         settings = {"chunk_size": per_chunk * shape["size"], "topk": topk}
         fields = {f"moba_{name}": value for name, value in settings.items()}
         fields |= {"implementation": shape["implementation"], "block_size": shape["size"]}
-        attend_and_compare("moba", fields, lambda q, k: moba_mask(q, k, **settings), shape)
+        attend_and_compare("moba", fields, partial(moba_mask, **settings), shape)
 
     fuzz(500, check, per_chunk=st.integers(1, 5), topk=st.integers(1, 8), **SHAPE)
 
@@ -107,7 +117,7 @@ def test_xattn():
             "keep_recent": keep_recent,
         }
         fields = {**settings, "implementation": shape["implementation"]}
-        attend_and_compare("xattn", fields, lambda q, k: xattn_mask(q, k, **settings), shape)
+        attend_and_compare("xattn", fields, partial(xattn_mask, **settings), shape)
 
     parts, norms = st.sampled_from([1, 2, 4]), st.floats(0.1, 10)
     fuzz(500, check, parts=parts, threshold=st.floats(0, 1), norm=norms, keep_recent=st.booleans(), **SHAPE)
@@ -116,7 +126,9 @@ def test_xattn():
 def test_dense():
     def check(**shape):
         fields = {"implementation": shape["implementation"], "block_size": shape["size"]}
-        attend_and_compare("dense", fields, lambda q, k: dense_mask(*q.shape[1:3], len(q)), shape)
+        attend_and_compare(
+            "dense", fields, lambda q, k, documents: dense_mask(*q.shape[1:3], len(q), documents), shape
+        )
 
     fuzz(200, check, **SHAPE)
 
@@ -148,17 +160,19 @@ def drawn_cases(folder, number, ranks, seed):
             ]
             probe = {"last_q": draw(1, tokens), "sink_tokens": draw(0, 9), "local_window": draw(0, 9)}
             fields = {"pattern_config_name": write_budgets(folder, budgets), **probe}
-            naive = lambda q, k, b=budgets, s=size, p=probe: minfer_mask(q, k, b, block_size=s, **p)  # noqa: E731
+            naive = partial(minfer_mask, budgets=budgets, block_size=size, **probe)
         elif attn_type == "moba":
             settings = {"chunk_size": size * draw(1, 5), "topk": draw(1, 6)}
             fields = {f"moba_{name}": value for name, value in settings.items()}
-            naive = lambda q, k, s=settings: moba_mask(q, k, **s)  # noqa: E731
+            naive = partial(moba_mask, **settings)
         else:
             settings = {"stride": size // 2 ** draw(0, 2), "threshold": draw(0, 99) / 100}
             fields = settings
-            naive = lambda q, k, s=settings, g=size: xattn_mask(q, k, granularity=g, **s)  # noqa: E731
-        case = Case(attn_type, common | fields, tokens, 1, heads, groups, 4, torch.float64, seed=seed + at)
-        yield case, naive
+            naive = partial(xattn_mask, granularity=size, **settings)
+        sizes = tokens, 1, heads, groups, 4, torch.float64
+        packed = {"documents": [borders([draw(1, tokens) for _ in range(draw(0, 4))], tokens)]}
+        case = Case(attn_type, common | fields, *sizes, seed=seed + at, extra=packed)
+        yield case, partial(naive, **packed)
 
 
 def test_rings(gang, tmp_path):
