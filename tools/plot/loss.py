@@ -43,11 +43,17 @@ class Curve:
 
 
 def smoothed(values: numpy.ndarray, window: int) -> numpy.ndarray:
-    """Means of `window` values around each; of fewer towards the ends, as many before as after."""
+    """Means of `window` values around each; of fewer towards the ends, as many before as after. A value that
+    is no number stays a gap and is in no mean."""
     places = numpy.arange(len(values))
     half = numpy.minimum(numpy.minimum(places, places[::-1]), window // 2)
-    sums = numpy.concatenate([[0.0], numpy.cumsum(values)])
-    return (sums[places + half + 1] - sums[places - half]) / (2 * half + 1)
+    known = numpy.isfinite(values)
+    sums, counts = (
+        numpy.concatenate([[0.0], numpy.cumsum(numbers)])
+        for numbers in (numpy.where(known, values, 0), known)
+    )
+    total, count = (run[places + half + 1] - run[places - half] for run in (sums, counts))
+    return numpy.where(known, total / numpy.maximum(count, 1), numpy.nan)
 
 
 def curve(run: Run, name: str, *, unit: str = "steps", window: int | None = None) -> Curve:

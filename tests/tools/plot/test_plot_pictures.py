@@ -28,6 +28,8 @@ def test_smoothing_is_centred():
     line = numpy.arange(50.0)
     assert numpy.allclose(loss.smoothed(line, 7), line)
     assert loss.smoothed(values[:1], 5).tolist() == [0]
+    values[2] = numpy.nan
+    assert numpy.allclose(loss.smoothed(values, 3), [0, 0.5, numpy.nan, 6.5, 10], equal_nan=True)
 
 
 def test_loss_by_steps_and_tokens(full_run, is_picture):
