@@ -78,15 +78,15 @@ def ring_forward(query, key, value, index: SparseIndex, setting: Setting):
     """The forward alone: out [s, b, h, d] in the dtype of query, lse [b, h, s] of the whole softmax."""
     rings, scale, backend, passes = setting
     out = lse = None
-    under_way = passes.start("forward", index.layout.world_size)
+    steps = passes.start("forward", index.layout.world_size)
     for source, (visiting_key, visiting_value) in visit((key.contiguous(), value.contiguous()), rings):
-        with under_way:
+        with steps.next():
             step = attend(query, visiting_key, visiting_value, index.tiles(source), scale, backend=backend)
             if out is None:
                 out, lse = step
             else:
                 merge(out, lse, *step)
-    under_way.end()
+    steps.end()
     return out.to(query.dtype), lse
 
 
@@ -105,11 +105,11 @@ class _RingAttention(torch.autograd.Function):
         rings, scale, backend, passes = ctx.setting
         delta = row_delta(grad_out, out, backend=backend)
         grad_query = None
-        under_way = passes.start("backward", ctx.index.layout.world_size)
+        steps = passes.start("backward", ctx.index.layout.world_size)
 
         def grad(source, shard):
             nonlocal grad_query
-            with under_way:
+            with steps.next():
                 tiles = ctx.index.tiles(source, by_key=True)
                 dq, dk, dv = attend_backward(
                     grad_out, query, *shard, out, lse, tiles, scale, delta=delta, backend=backend
@@ -118,7 +118,7 @@ class _RingAttention(torch.autograd.Function):
             return dk, dv
 
         grad_key, grad_value = bring_home((key, value), rings, grad)
-        under_way.end()
+        steps.end()
         grads = (tensor.to(query.dtype) for tensor in (grad_query, grad_key, grad_value))
         return *grads, None, None, None
 

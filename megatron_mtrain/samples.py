@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from .clock import Moment
+from .index.dense import DenseIndex
 from .index.minfer import gather_probe, probe_rows
 from .index.sparse_index import SparseIndex
 from .kernels.pairs import attended_pairs
@@ -48,10 +49,9 @@ def sample(index: SparseIndex, built: tuple[Moment, Moment], query, key, lse, *,
     """
     tokens, size = index.layout.num_tokens, index.layout.world_size
     pairs = torch.stack([attended_pairs(index.tiles(source)) for source in sources(rings)]).double()
-    values = {
-        "density": pairs.sum(0).mean(0) / (tokens * (tokens + 1) / 2),
-        "recall": probe_recall(index, query, key, lse, rings=rings, scale=scale),
-    }
+    values = {"density": pairs.sum(0).mean(0) / (tokens * (tokens + 1) / 2)}
+    if not isinstance(index, DenseIndex):  # of which it is 1
+        values["recall"] = probe_recall(index, query, key, lse, rings=rings, scale=scale)
     values |= {name: count.double().mean(0) / size for name, count in index.statistics().items()}
     absent = torch.full_like(values["density"], torch.nan)
     by_head = torch.stack([values.get(name, absent) for name in BY_HEAD])

@@ -109,7 +109,7 @@ class Telemetry:
             numbers |= attention_numbers(totals) | step_numbers(args, totals, seconds)
         if self.ring:
             numbers |= ring_numbers(totals)
-        print_rank_last(summary(numbers, args.context_parallel_size))
+        print_rank_last(summary(numbers))
         if writer := get_tensorboard_writer():
             for tag, number in numbers.items():
                 writer.add_scalar(tag, number, iteration)
@@ -188,16 +188,14 @@ SUMMARY = (
 )
 
 
-def summary(numbers: dict[str, float], world_size: int) -> str:
-    """One line: the means over layers, and the time of a layer's ring passes."""
+def summary(numbers: dict[str, float]) -> str:
+    """One line: means over layers, and the time that one layer's passes round the ring compute and wait."""
     line = " attention:" + "".join(form.format(numbers[tag]) for tag, form in SUMMARY if tag in numbers)
     for direction in DIRECTIONS:
-        if f"ring/{direction}/step_00/wait_ms" in numbers:
-            sums = {
-                phase: sum(
-                    numbers[f"ring/{direction}/step_{step:02d}/{phase}_ms"] for step in range(world_size)
-                )
-                for phase in PHASES
-            }
-            line += f" {direction} {sums['compute']:.1f} + {sums['wait']:.1f} ms waiting"
+        compute, wait = (
+            [ms for tag, ms in numbers.items() if tag.startswith(f"ring/{direction}") and tag.endswith(phase)]
+            for phase in ("/compute_ms", "/wait_ms")
+        )
+        if compute:
+            line += f" {direction} {sum(compute):.1f} ms + {sum(wait):.1f} ms waiting"
     return line

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as checkpoint
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.model.trainers import Trainers
@@ -147,9 +148,18 @@ def write_dense(folder: Path) -> Path:
 
 def read_losses(logs: Path) -> dict[int, float]:
     """Loss by iteration from TensorBoard files."""
+    return read_events(logs)[0]["lm loss"]
+
+
+def read_events(logs: Path) -> tuple[dict[str, dict[int, float]], dict[str, torch.Tensor]]:
+    """Scalars by tag and iteration, and the last of every tensor by tag, from TensorBoard files."""
     events = EventAccumulator(str(logs))
     events.Reload()
-    return {event.step: event.value for event in events.Scalars("lm loss")}
+    tags = events.Tags()
+    scalars = {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in tags["scalars"]}
+    numbers = [tag for tag in tags["tensors"] if not tag.endswith("/text_summary")]
+    tensors = {tag: torch.from_numpy(make_ndarray(events.Tensors(tag)[-1].tensor_proto)) for tag in numbers}
+    return scalars, tensors
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

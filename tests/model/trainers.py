@@ -121,6 +121,28 @@ def _nothing():
     return lambda: None
 
 
+def _note_masks():
+    """Writes the attended pairs of every head, counted in the masks, of all indices of a logged step."""
+    import json
+
+    from megatron.training import get_args
+
+    from megatron_mtrain import core_attention
+
+    ours = core_attention.build_index
+
+    def build_index(config, query, key, layout, rings, layer, **more):
+        index, args = ours(config, query, key, layout, rings, layer, **more), get_args()
+        if (args.curr_iteration + 1) % args.log_interval == 0:
+            pairs = index.complete(rings).dense_mask().sum((0, 2, 3))
+            with open(Path(args.tensorboard_dir) / f"masks{args.rank}", "a") as file:
+                file.write(json.dumps([layer, pairs.tolist()]) + "\n")
+        return index
+
+    core_attention.build_index = build_index
+    return lambda: setattr(core_attention, "build_index", ours)
+
+
 def _megatron_rope():
     """Leaves Megatron's own rotary positions, in zigzag order, in place."""
     import megatron_mtrain.model as model
@@ -140,4 +162,9 @@ def _megatron_attention():
     return lambda: setattr(pretrain_qwen, "use_sparse_attention", ours)
 
 
-CHANGES = {None: _nothing, "megatron_rope": _megatron_rope, "megatron_attention": _megatron_attention}
+CHANGES = {
+    None: _nothing,
+    "megatron_rope": _megatron_rope,
+    "megatron_attention": _megatron_attention,
+    "note_masks": _note_masks,
+}

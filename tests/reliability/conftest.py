@@ -52,6 +52,6 @@ class Site:
 def site(tmp_path_factory):
     """Starts the run that hangs at once: its timeout is a minute, which passes while other tests run."""
     place = Site(tmp_path_factory.mktemp("site"))
-    place.hung = place.start("hung", fault=nursery.Fault(1, 3, "forward", "hang"))
+    place.hung = place.start("hung", fault=nursery.Fault(1, 3, "ring", "hang"))
     yield place
     place.hung.stop()

@@ -11,6 +11,7 @@ import torch
 from megatron.training import get_args, training
 
 from megatron_mtrain import core_attention
+from megatron_mtrain.passes import Passes
 
 
 def kill(*_tensors) -> None:
@@ -74,6 +75,18 @@ def _in_forward(fault) -> None:
     core_attention.Watch.see = faulty
 
 
+def _in_ring(fault) -> None:
+    """Before the first exchange of the forward of layer LAYER: the others have their own shard only."""
+    start = Passes.start
+
+    def faulty(self, direction, count):
+        if (self.layer, direction) == (LAYER, "forward") and _is_now(fault):
+            ACTS[fault.act]()
+        return start(self, direction, count)
+
+    Passes.start = faulty
+
+
 def _in_backward(fault) -> None:
     """When the backward reaches the value of layer LAYER; a bad value takes the place of its gradient."""
     see = core_attention.Watch.see
@@ -113,4 +126,4 @@ def _in_optimizer(fault) -> None:
     training.setup_model_and_optimizer = setup_model_and_optimizer
 
 
-PLACES = {"forward": _in_forward, "backward": _in_backward, "optimizer": _in_optimizer}
+PLACES = {"forward": _in_forward, "ring": _in_ring, "backward": _in_backward, "optimizer": _in_optimizer}
