@@ -2,7 +2,7 @@
 
 Recall is the share of the probability of the sequence's last PROBES queries that lies on what they attend:
 exp(lse of what is attended - lse of everything), for every method alike. It is exact for these rows and an
-estimate for the others.
+estimate for the others. Of packed sequences the last document counts.
 
 Nothing here waits for the device, and nothing of it runs in a step that is not sampled.
 
@@ -60,13 +60,24 @@ def sample(index: SparseIndex, built: tuple[Moment, Moment], query, key, lse, *,
 
 def probe_recall(index: SparseIndex, query, key, lse, *, rings: Rings, scale: float) -> torch.Tensor:
     """This rank's part of the recall of every head: [h]; the sum over ranks is the mean over batch and probe
-    rows."""
-    layout, rank = index.layout, index.rank
-    probes = min(PROBES, layout.num_tokens)
+    rows.
+    """
+    layout, rank, batch = index.layout, index.rank, query.shape[1]
+    tokens, size = layout.num_tokens, layout.block_size
+    probes = min(PROBES, tokens)
+    begins = [0] * batch if index.documents is None else [starts[-1] for starts in index.documents.starts]
     probe = gather_probe(query, layout, rings, rank, probes)
-    starts = layout.blocks(rank, query.device) * layout.block_size
-    mass = log_mass(probe, key, starts, layout.num_tokens - probes, scale, layout.block_size)
-    whole = torch.logsumexp(all_gather(mass, rings), 0)
+    blocks = layout.blocks(rank, query.device) * size
+    mass = [
+        log_mass(rows.contiguous(), keys.contiguous(), blocks, tokens - probes, scale, size, begin)
+        for rows, keys, begin in zip(probe.split(1, 1), key.split(1, 1), begins, strict=True)
+    ]
+    whole = torch.logsumexp(all_gather(torch.cat(mass), rings), 0)
     rows, places = probe_rows(layout, rank, probes, query.device)
     kept = torch.exp(lse[..., rows] - whole[..., places]).clamp(max=1)  # rounding alone goes beyond
-    return kept.sum((0, 2)).double() / (len(kept) * probes)
+    inside = [min(probes, tokens - begin) for begin in begins]  # probe rows of the last document
+    parts = [
+        torch.where(places >= probes - count, share, 0).sum(-1) / count
+        for share, count in zip(kept, inside, strict=True)
+    ]
+    return torch.stack(parts).double().mean(0)

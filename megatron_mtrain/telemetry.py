@@ -4,7 +4,7 @@ Only steps that are logged are sampled: their micro batches leave tensors on the
 moments (clock.py). When Megatron has logged the step, ranks add up what they have, and the rank that holds
 the writers writes it. Training only; a layer that is recomputed counts once. The tags:
 
-    attention/density/layer_03, .../mean     attended pairs over causal pairs, mean over heads
+    attention/density/layer_03, .../mean     attended pairs over causal pairs of the sequence, mean over heads
     attention/recall/layer_03, .../mean      share of the last queries' probability that is attended, see
                                              samples.py; not for exact attention
     attention/columns/layer_03, .../mean     minfer: columns of a head

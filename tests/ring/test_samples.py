@@ -9,6 +9,7 @@ import torch
 from megatron_mtrain import AttentionConfig, make_layout
 from megatron_mtrain.attention import Setting, ring_forward
 from megatron_mtrain.clock import now
+from megatron_mtrain.documents import Documents
 from megatron_mtrain.index import build_index
 from megatron_mtrain.passes import Passes
 from megatron_mtrain.ring import communicate
@@ -25,6 +26,7 @@ class Sampled:
     """A job of the gang: the sample of one rank and the whole mask."""
 
     case: Case
+    documents: tuple | None = None
 
     def __call__(self, rings, rank, beside):
         config = AttentionConfig.from_dict(self.case.attn_type, self.case.fields)
@@ -32,20 +34,26 @@ class Sampled:
         layout = make_layout(config.layout, TOKENS, size, config.block_size)
         query, key, value, _ = (layout.shard(tensor, 0, rank) for tensor in self.case.tensors(beside))
         rings = communicate(rings, config.ring_comm)
-        index = build_index(config, query, key, layout, rings, 0)
+        documents = self.documents and Documents(TOKENS, self.documents)
+        index = build_index(config, query, key, layout, rings, 0, documents=documents)
         _, lse = ring_forward(query, key, value, index, Setting(rings, SCALE, "auto", Passes(0)))
         found = sample(index, (now(), now()), query, key, lse, rings=rings, scale=SCALE)
         mask = index.complete(rings).dense_mask()
         return found.by_head.numpy(), found.work.numpy(), mask.numpy()
 
 
-def recall(query, key, mask) -> torch.Tensor:
+def recall(query, key, mask, documents) -> torch.Tensor:
     """The share of the last rows' probability on attended pairs, by head: by definition, in float64."""
-    q, k = (tensor.double() for tensor in (query[-PROBES:], key.repeat_interleave(HEADS // GROUPS, 2)))
-    scores = torch.einsum("tbhd,ubhd->bhtu", q, k) * SCALE
-    later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[-PROBES:]
-    probability = torch.softmax(scores.masked_fill(later, -math.inf), -1)
-    return (probability * mask[:, :, -PROBES:]).sum(-1).mean((0, 2))
+    found = []
+    for entry, starts in enumerate(documents or ((0,),) * BATCH):
+        begin = starts[-1]
+        rows = slice(max(begin, TOKENS - PROBES), TOKENS)
+        q, k = query[rows, entry], key[begin:, entry].repeat_interleave(HEADS // GROUPS, 1)
+        scores = torch.einsum("thd,uhd->htu", q.double(), k.double()) * SCALE
+        later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)[rows, begin:]
+        probability = torch.softmax(scores.masked_fill(later, -math.inf), -1)
+        found.append((probability * mask[entry, :, rows, begin:]).sum(-1).mean(-1))
+    return torch.stack(found).mean(0)
 
 
 def visited(rank: int, shape) -> list[int]:
@@ -58,22 +66,23 @@ def visited(rank: int, shape) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "implementation", "more"),
+    ("shape", "implementation", "comm", "documents"),
     [
-        ([1], "stripe", {}),
-        ([4], "zigzag", {}),
-        ([4], "stripe", {"ring_comm": "allgather"}),
-        ([2, 2], "dr_stripe", {}),
+        ([1], "stripe", "ring", None),
+        ([4], "zigzag", "ring", None),
+        ([4], "stripe", "allgather", None),
+        ([2, 2], "dr_stripe", "ring", None),
+        ([4], "stripe", "ring", ((0, 100, 230), (0, 40))),
     ],
-    ids=["one", "zigzag", "gathered", "two-level"],
+    ids=["one", "zigzag", "gathered", "two-level", "documents"],
 )
 @pytest.mark.parametrize("kind", ["dense", "minfer", "moba", "xattn"])
-def test_sample_is_what_the_mask_says(gang, tmp_path, kind, shape, implementation, more):
-    fields = {**FIELDS[kind], "implementation": implementation, **more}
+def test_sample_is_what_the_mask_says(gang, tmp_path, kind, shape, implementation, comm, documents):
+    fields = {**FIELDS[kind], "implementation": implementation, "ring_comm": comm}
     if kind == "minfer":
         fields["pattern_config_name"] = write_pattern(tmp_path / "pattern.json", [[FIXED] * HEADS])
     case = Case(kind, fields, TOKENS, BATCH, HEADS, GROUPS)
-    for beside, ranks in enumerate(gang.run(shape, Sampled(case))):
+    for beside, ranks in enumerate(gang.run(shape, Sampled(case, documents))):
         query, key, *_ = case.tensors(beside)
         mask = torch.from_numpy(ranks[0][2])
         layout = make_layout(implementation.removeprefix("dr_"), TOKENS, len(ranks), BLOCK)
@@ -88,10 +97,12 @@ def test_sample_is_what_the_mask_says(gang, tmp_path, kind, shape, implementatio
         if kind == "dense":
             assert values["recall"].isnan().all()
         else:
-            torch.testing.assert_close(values["recall"], recall(query, key, mask), rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(
+                values["recall"], recall(query, key, mask, documents), rtol=1e-5, atol=1e-6
+            )
         for name in ("columns", "slashes"):
             assert values[name].isfinite().all() == (kind == "minfer")
-        if kind == "minfer":
+        if kind == "minfer" and documents is None:
             check_counts(mask, values)
 
 
