@@ -98,12 +98,13 @@ RUN_DEFAULTS = {
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
     """Adds the attention flags to Megatron's parser and sets the defaults for this run and this machine."""
     ArgumentGroupFactory(AttentionArguments).build_group(parser, title="sparse attention")
-    parser.set_defaults(**RUN_DEFAULTS, **_machine_defaults())
+    parser.set_defaults(**RUN_DEFAULTS, **machine_defaults())
     presets.add_arguments(parser)
     return parser
 
 
-def _machine_defaults() -> dict:
+def machine_defaults() -> dict:
+    """Megatron's arguments by destination without which it does not start on this machine."""
     if not torch.cuda.is_available():
         return CPU_DEFAULTS
     fused = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None

@@ -63,7 +63,7 @@ def attention_config(args: Namespace) -> AttentionConfig:
 def validate(args: Namespace) -> AttentionConfig:
     """Checks parsed arguments and returns their attention. Raises ValueError with value, rule and way out."""
     attention = attention_config(args)
-    _check_refused(args)
+    check_refused(args)
     _check_positions(args)
     _check_required(args)
     _check_parallel(args, attention)
@@ -76,7 +76,8 @@ def validate(args: Namespace) -> AttentionConfig:
     return attention
 
 
-def _check_refused(args: Namespace) -> None:
+def check_refused(args) -> None:
+    """Raises ValueError for a setting that cannot be honoured, in arguments or in a TransformerConfig."""
     for name, (flag, reason) in REFUSED.items():
         value = getattr(args, name, None)
         if value:

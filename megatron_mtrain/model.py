@@ -1,9 +1,9 @@
 """The model: Megatron's own GPT layer spec with its core_attention replaced by SparseRingAttention.
 
 Used by pretrain_qwen.py, by a Megatron-Bridge provider (`transformer_layer_spec=partial(layer_spec,
-attention=...)`) and by stock Megatron (`--spec megatron_mtrain.model layer_spec`). Stock Megatron deals
-tokens in zigzag order and has no flag for a method, so there the spec is exact attention on the zigzag
-layout.
+attention=...)`) and by stock Megatron (`--spec megatron_mtrain.model layer_spec`, or a module of your own
+with such a partial in it). Both deal tokens and rotary positions in zigzag order, so there every method runs
+on the zigzag layout.
 """
 
 import copy
@@ -20,6 +20,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.training.models.gpt import default_layer_spec
 
+from .checks import check_refused
 from .config import AttentionConfig
 from .core_attention import SparseRingAttention
 from .rope import use_layout_positions
@@ -34,19 +35,34 @@ def use_sparse_attention(model_config, attention: AttentionConfig) -> None:
     attention.check_model(
         num_layers=model_config.transformer.num_layers, num_heads=model_config.transformer.num_attention_heads
     )
-    model_config.transformer_layer_spec = functools.partial(layer_spec, attention=attention)
+    spec = functools.partial(layer_spec, attention=attention, token_order=attention.layout)
+    model_config.transformer_layer_spec = spec
     model_config.pre_wrap_hooks.append(functools.partial(use_layout_positions, attention=attention))
 
 
-def layer_spec(cfg, vp_stage: int | None = None, *, attention: AttentionConfig | None = None):
+def layer_spec(
+    cfg,
+    vp_stage: int | None = None,
+    *,
+    attention: AttentionConfig | None = None,
+    token_order: str = "zigzag",
+):
     """Megatron's layer spec for `cfg` (GPTModelConfig, or a TransformerConfig) with sparse ring attention in
     it.
 
     Transformer Engine layers when it is installed and a GPU is there, Megatron's local layers otherwise; both
-    have the same checkpoint keys. Without `attention`: exact attention in the zigzag order of stock Megatron.
+    have the same checkpoint keys. Without `attention`: exact attention. `token_order` is the layout in which
+    batch and rotary positions come, zigzag in stock Megatron. Raises ValueError when attention has another
+    one, which would silently attend the wrong tokens, and for settings of `cfg` that it cannot honour.
     """
     attention = attention or AttentionConfig.from_dict("zigzag_ring")
     transformer = getattr(cfg, "transformer", cfg)
+    check_refused(transformer)
+    if transformer.context_parallel_size > 1 and attention.layout != token_order:
+        raise ValueError(
+            f"attention on the {attention.layout} layout does not fit tokens in {token_order} order; set "
+            f"implementation {token_order}, or deal batch and rotary positions as pretrain_qwen.py does"
+        )
     if not (HAVE_TE and torch.cuda.is_available()):
         transformer.transformer_impl = "local"
     spec = default_layer_spec(cfg, vp_stage) if transformer is not cfg else _plain_layer_spec(transformer)

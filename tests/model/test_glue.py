@@ -164,7 +164,7 @@ def transformer(**settings) -> TransformerConfig:
         num_attention_heads=4,
         normalization="RMSNorm",
         use_cpu_initialization=True,
-        **settings,
+        **{"attention_dropout": 0.0} | settings,
     )
 
 
@@ -182,6 +182,18 @@ def test_stock_layer_spec_is_exact_and_zigzag():
 def test_bare_transformer_config_is_enough():
     spec = functools.partial(layer_spec, attention=attention())(transformer(), vp_stage=None)
     assert core_attention_of(spec.layer_specs[1]).params == {"attention": attention()}
+
+
+def test_layer_spec_refuses_tokens_in_another_order():
+    config = transformer(context_parallel_size=2)
+    layer_spec(config, attention=attention(), token_order="stripe")
+    with pytest.raises(ValueError, match="stripe layout does not fit tokens in zigzag order"):
+        layer_spec(config, attention=attention())
+
+
+def test_layer_spec_refuses_what_attention_would_ignore():
+    with pytest.raises(ValueError, match="attention-dropout 0.1 cannot be used"):
+        layer_spec(transformer(attention_dropout=0.1))
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
