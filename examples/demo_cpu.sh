@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python -m tools.data.make_demo_data --output demo/text
 
-PARALLEL=(--context-parallel-size 2 --attn-type minfer --train-attn-config minfer_qwen2.5_3b_0.90)
+PARALLEL=(--context-parallel-size 2 --attn-type minfer --train-attn-config minfer_demo)
 MODEL=(--num-layers 2 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --num-query-groups 2)
 DATA=(--data-path demo/text --tokenizer-type HuggingFaceTokenizer --tokenizer-model demo/text_tokenizer --split 99,1,0)
 TRAIN=(--seq-length 4096 --global-batch-size 1 --train-iters "${STEPS:-150}" --lr 2e-3 --lr-decay-style cosine
