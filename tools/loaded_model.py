@@ -76,6 +76,8 @@ def load_model(args, attention: AttentionConfig) -> LoadedModel:
 
 def gather(tensor: torch.Tensor, group) -> list[torch.Tensor]:
     """The tensor of every rank of the group."""
+    if group.size() == 1:
+        return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(group.size())]
     torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
     return parts

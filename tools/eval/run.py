@@ -38,9 +38,9 @@ from tools.data.files import DataError
 from tools.data.sequences import from_indexed
 from tools.eval.language import TextLanguage, TokenLanguage
 from tools.eval.report import write
-from tools.eval.scores import DensityMeter, loss_by_position, score_samples
+from tools.eval.scores import DensityMeter, loss_by_position, score_samples, score_tokens
 from tools.eval.tasks import TASKS, make_samples
-from tools.loaded_model import RUN, load_model
+from tools.loaded_model import RUN, LoadedModel, load_model
 
 
 def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -102,17 +102,38 @@ def evaluate(words: list[str]) -> dict | None:
         make_layout(attention.layout, length, run_args.context_parallel_size, attention.block_size)
     vocabulary = run_args.vocab_size or run_args.padded_vocab_size
     try:
-        work = [(task, length, _samples(args, task, length, vocabulary)) for task in args.tasks
-                for length in args.lengths]  # fmt: skip
+        work = {(task, length): _samples(args, task, length, vocabulary)
+                for task in args.tasks for length in args.lengths}  # fmt: skip
     except DataError as error:
         raise ValueError(str(error)) from None
-    with contextlib.redirect_stdout(io.StringIO()):  # Megatron tells how it starts
-        loaded = load_model(run_args, attention)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # Megatron tells how it starts
+            loaded = load_model(run_args, attention)
+        found = {
+            "command": shlex.join(["python", "-m", "tools.eval.run", *words]),
+            "attn_type": attention.attn_type,
+            "iteration": loaded.iteration,
+            "seed": args.seed,
+            **_results(args, loaded, work, vocabulary),
+        }
+        groups = loaded.groups
+        last_stage = found["results"] or found["loss"]
+        if not last_stage or groups.tp.rank() or groups.cp.rank() or groups.dp.rank():
+            return None
+        write(found, args.out)
+        return found
+    finally:
+        training.destroy_global_state()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _results(args: argparse.Namespace, loaded: LoadedModel, work: dict, vocabulary: int) -> dict:
+    """`results`, a dict for every task, length and depth, and `loss`, one for every part of a length."""
     results, losses = [], []
-    for task, length, samples in work:
-        with DensityMeter() as meter:  # the first pass alone, since it takes time
-            first = samples[:1] if task == "loss" else [samples[0].tokens]
-            loss_by_position(loaded, first * loaded.groups.dp.size(), vocabulary, 1)
+    for (task, length), samples in work.items():
+        with DensityMeter() as meter:  # of one pass, since it takes time
+            score_tokens(loaded, (samples[0] if task == "loss" else samples[0].tokens)[None], vocabulary)
         common = {"length": length, "density": meter.density()}
         if task == "loss":
             bins = loss_by_position(loaded, samples, vocabulary, args.loss_bins)
@@ -120,14 +141,7 @@ def evaluate(words: list[str]) -> dict | None:
         else:
             cells = score_samples(loaded, samples, vocabulary, args.batch_size)
             results += [{"task": task, **common, **cell} for cell in cells or []]
-    groups = loaded.groups
-    if (not results and not losses) or groups.tp.rank() or groups.cp.rank() or groups.dp.rank():
-        return None
-    command = shlex.join(["python", "-m", "tools.eval.run", *words])
-    found = {"command": command, "attn_type": attention.attn_type, "iteration": loaded.iteration,
-             "seed": args.seed, "results": results, "loss": losses}  # fmt: skip
-    write(found, args.out)
-    return found
+    return {"results": results, "loss": losses}
 
 
 def _run_arguments(args: argparse.Namespace, flags: list[str]):
@@ -147,8 +161,10 @@ def _sizes(args: argparse.Namespace, flags: list[str], folder: str) -> list[str]
         raise ValueError(f"--load {args.load} holds no torch_dist checkpoint; give the folder --save named")
     shape = from_arguments(stored, args.load)
     Path(folder, "config.json").write_text(json.dumps(to_hf(shape)))
-    divisor = str(stored.make_vocab_size_divisible_by)
-    return ["--model", folder, "--make-vocab-size-divisible-by", divisor]
+    flags = ["--model", folder]
+    if hasattr(stored, "make_vocab_size_divisible_by"):  # of a training run: how it padded the embedding
+        flags += ["--make-vocab-size-divisible-by", str(stored.make_vocab_size_divisible_by)]
+    return flags
 
 
 @contextlib.contextmanager
@@ -186,8 +202,6 @@ def main() -> None:
         found = evaluate(sys.argv[1:])
     if found:
         sys.stdout.write(parse(sys.argv[1:])[0].out.with_suffix(".md").read_text())
-    training.destroy_global_state()
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

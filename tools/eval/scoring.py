@@ -16,8 +16,8 @@ def score(*, hidden_states, output_layer, output_weight, labels, context, **_unu
     """float32 [2, b, s]: loss of every label, and 1 where it is the most likely token, else 0.
 
     An `output_processor` for Megatron's GPTModel.forward: hidden_states [s, b, h] (split over tensor-parallel
-    ranks under sequence parallelism), labels int64 [b, s]. `context` is the size of the vocabulary; entries
-    that only pad it count in the loss, as in training, but are no answer. Of equal logits the lowest id wins.
+    ranks under sequence parallelism), labels int64 [b, s]. `context` is the size of the vocabulary: entries
+    after it only pad it for the number of ranks, and do not count. Of equal logits the lowest id wins.
     """
     group = output_layer.tp_group
     if output_layer.sequence_parallel:
@@ -25,23 +25,25 @@ def score(*, hidden_states, output_layer, output_weight, labels, context, **_unu
     weight = output_layer.weight if output_weight is None else output_weight
     s, b = hidden_states.shape[:2]
     target = labels.transpose(0, 1).reshape(-1)
+    first = group.rank() * len(weight)
+    weight = weight[: max(context - first, 0)]
     parts = [
-        _score_rows(rows @ weight.T, wanted, group, context)
+        _score_rows(rows, weight, wanted - first)
         for rows, wanted in zip(hidden_states.flatten(0, 1).split(CHUNK), target.split(CHUNK), strict=True)
     ]
-    return torch.cat(parts, 1).view(2, s, b).transpose(1, 2).contiguous()
-
-
-def _score_rows(logits, target, group, vocabulary: int) -> torch.Tensor:
-    """[2, n] for logits [n, v] of this rank's part of the vocabulary."""
-    first = group.rank() * logits.size(1)
-    lse, picked = row_statistics(logits, target - first)
-    here = logits[:, : max(vocabulary - first, 0)].float()
-    if here.size(1):
-        top, best = here.max(1)
-    else:  # a rank with nothing but padding
-        top, best = lse.new_full(lse.shape, -torch.inf), torch.zeros_like(target)
+    lse, picked, top, best = (torch.cat(part) for part in zip(*parts, strict=True))
     lse, picked, top, best = (torch.stack(gather(part, group)) for part in (lse, picked, top, best + first))
     # max() over ranks takes the first of equals: the rank with the lower ids.
     most_likely = best.gather(0, top.argmax(0, keepdim=True))[0]
-    return torch.stack([torch.logsumexp(lse, 0) - picked.sum(0), (most_likely == target).float()])
+    scores = torch.stack([torch.logsumexp(lse, 0) - picked.sum(0), (most_likely == target).float()])
+    return scores.view(2, s, b).transpose(1, 2).contiguous()
+
+
+def _score_rows(rows, weight, target) -> tuple[torch.Tensor, ...]:
+    """lse, target's logit (0 outside), largest logit and its place, [n] each, of rows [n, h] @ weight.T."""
+    if not len(weight):  # a rank with nothing but padding
+        nothing = rows.new_full((len(rows),), -torch.inf, dtype=torch.float32)
+        return nothing, torch.zeros_like(nothing), nothing, torch.zeros_like(target)
+    logits = rows @ weight.T
+    top, best = logits.max(1)
+    return *row_statistics(logits, target), top.float(), best

@@ -18,12 +18,12 @@ TIMEOUT = 240  # seconds for one job
 
 
 class Ranks:
-    """SIZE processes; their output goes to `folder`/rank*.log."""
+    """`size` processes; their output goes to `folder`/rank*.log."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, size: int = SIZE):
         context = multiprocessing.get_context("spawn")
         self.workers = []
-        for rank in range(SIZE):
+        for rank in range(size):
             here, there = context.Pipe()
             process = context.Process(target=_worker, args=(rank, folder / f"rank{rank}.log", there))
             process.start()
@@ -84,7 +84,7 @@ def train(flags: list[str]) -> None:
     """One run of pretrain_qwen.py with these flags."""
     from tests.model.trainers import _nothing, _train
 
-    _train(flags, _nothing)
+    _train("pretrain_qwen", flags, _nothing)
 
 
 def convert_in_process(words: list[str]) -> str:
