@@ -65,10 +65,16 @@ def forward_step(samples, model, *, attention: AttentionConfig):
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     groups = get_attr_wrapped_model(model, "pg_collection")
-    batch = next_batch(samples, attention, groups.cp)
+    batch = next_batch(samples, attention, groups.cp, restart=get_args().reset_position_ids)
     timers("batch-generator").stop()
-    loss = in_chunks(get_args().loss_chunk_size)
-    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **loss)
+    losses = model(
+        batch["tokens"],
+        batch["position_ids"],
+        None,
+        labels=batch["labels"],
+        packed_seq_params=batch["packed_seq_params"],
+        **in_chunks(get_args().loss_chunk_size),
+    )
     return losses, partial(loss_sum, batch["loss_mask"])
 
 
@@ -90,8 +96,8 @@ def loss_sum(loss_mask: torch.Tensor, losses: torch.Tensor):
 
 
 def datasets_provider(num_samples: list[int], vp_stage: int | None = None):
-    """Training, validation and test sets of whole sequences, on the pipeline stages that read tokens or
-    labels."""
+    """Training, validation and test sets of whole sequences, on the pipeline stages that read them: for
+    tokens, labels, or the borders of documents."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -105,13 +111,15 @@ def datasets_provider(num_samples: list[int], vp_stage: int | None = None):
         mmap_bin_files=args.mmap_bin_files,
         num_dataset_builder_threads=args.num_dataset_builder_threads,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        reset_position_ids=False,
+        inter_document_masking=args.dataloader_inter_document_masking,
+        reset_position_ids=False,  # by cu_seqlens, see batch.py, and not by end-of-document tokens
         reset_attention_mask=False,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=False,
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
-    reads_data = partial(is_first_or_last_pipeline_stage, vp_stage)
+    borders = args.dataloader_inter_document_masking
+    reads_data = (lambda: True) if borders else partial(is_first_or_last_pipeline_stage, vp_stage)
     return BlendedMegatronDatasetBuilder(dataset, num_samples, reads_data, config).build()
 
 

@@ -26,10 +26,11 @@ NO_LOGITS = "the largest attention logit is not recorded"
 REFUSED = {
     "mtp_num_layers": ("--mtp-num-layers", "it shifts tokens as if they lay in zigzag order"),
     "sft": ("--sft", NO_PACKING),
-    "dataloader_inter_document_masking": ("--dataloader-inter-document-masking", NO_PACKING),
     "rl_use_sequence_packing": ("--rl-use-sequence-packing", NO_PACKING),
-    "reset_attention_mask": ("--reset-attention-mask", "attention is causal over the whole sequence"),
-    "reset_position_ids": ("--reset-position-ids", "rotary positions follow the whole sequence"),
+    "reset_attention_mask": (
+        "--reset-attention-mask",
+        "--dataloader-inter-document-masking keeps documents apart",
+    ),
     "hybrid_context_parallel": ("--hybrid-context-parallel", "context-parallel groups must not change"),
     "enable_cuda_graph": ("--enable-cuda-graph", NO_GRAPHS),
     "external_cuda_graph": ("--external-cuda-graph", NO_GRAPHS),
@@ -65,6 +66,7 @@ def validate(args: Namespace) -> AttentionConfig:
     attention = attention_config(args)
     check_refused(args)
     _check_positions(args)
+    check_documents(args)
     _check_required(args)
     _check_parallel(args, attention)
     _check_heads(args)
@@ -106,6 +108,28 @@ def _check_positions(args: Namespace) -> None:
         raise ValueError(
             f"--rotary-scaling-factor {factor} does not extend positions as YaRN does; give new length / "
             f"{args.yarn_original_max_position_embeddings}"
+        )
+
+
+def check_documents(args: Namespace) -> None:
+    """What --dataloader-inter-document-masking, and positions that restart with it, cannot run with."""
+    flag = "--dataloader-inter-document-masking"
+    if not args.dataloader_inter_document_masking:
+        if args.reset_position_ids:
+            raise ValueError(
+                f"--reset-position-ids restarts positions where documents are kept apart; add {flag}"
+            )
+        return
+    if args.iterations_to_skip:
+        raise ValueError(
+            f"--iterations-to-skip {' '.join(map(str, args.iterations_to_skip))} cannot run with {flag}: "
+            "Megatron would read the skipped batches as packed ones; leave one out"
+        )
+    if args.reset_position_ids and args.micro_batch_size > 1 and args.apply_rope_fusion:
+        raise ValueError(
+            f"--reset-position-ids with --micro-batch-size {args.micro_batch_size} gives every sequence "
+            "rotary positions of its own, which fused RoPE cannot take; add --no-rope-fusion, or use "
+            "--micro-batch-size 1"
         )
 
 

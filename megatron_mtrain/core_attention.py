@@ -13,6 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from .attention import Setting, check_shards, ring_attention, ring_forward
 from .clock import now
 from .config import AttentionConfig
+from .documents import Documents
 from .guards import Watch
 from .index import build_index
 from .layouts import make_layout
@@ -71,7 +72,8 @@ class SparseRingAttention(MegatronModule):
     ) -> torch.Tensor:
         """query [s, b, h, d], key and value [s, b, g, d] in layout order -> [s, b, h * d].
 
-        Attention is causal by position; a mask, a bias or packed sequences raise ValueError.
+        Attention is causal by position, in each of the documents of batch.DocumentParams; a mask, a bias or
+        other packed sequences raise ValueError.
         """
         if attention_mask is not None or attention_bias is not None:
             raise ValueError("an attention mask or bias cannot be used: this attention is causal by position")
@@ -80,13 +82,16 @@ class SparseRingAttention(MegatronModule):
                 f"packed sequences ({packed_seq_params.qkv_format}) cannot be used; give whole ones"
             )
         num_tokens = query.size(0) * self.world_size
+        documents = getattr(packed_seq_params, "documents", None)
+        if documents is not None:
+            documents = Documents.of(documents, num_tokens, query.size(1))
         layout = make_layout(self.attention.layout, num_tokens, self.world_size, self.attention.block_size)
         tensors = [tensor.contiguous() for tensor in (query, key, value)]
         check_shards(*tensors, layout, self.rings)
         self.watch.see(**dict(zip(("query", "key", "value"), tensors, strict=True)))
-        return self._attend(*tensors, layout).flatten(2)
+        return self._attend(*tensors, layout, documents).flatten(2)
 
-    def _attend(self, query, key, value, layout) -> torch.Tensor:
+    def _attend(self, query, key, value, layout, documents) -> torch.Tensor:
         """Attention; a recomputed forward takes over what the first one kept, in the order of micro batches.
 
         Under activation recomputation Megatron runs a layer twice, first without gradients: whatever is a
@@ -100,7 +105,7 @@ class SparseRingAttention(MegatronModule):
         samples = self.training and not again and self.sampled()
         begun = now() if samples else None
         if index is None:
-            index = self._build_index(query, key, layout, scale)
+            index = self._build_index(query, key, layout, scale, documents)
         if samples:
             built = (begun, now())
             known = ring_forward(query, key, value, index, setting)
@@ -113,11 +118,12 @@ class SparseRingAttention(MegatronModule):
         return ring_attention(query, key, value, index, setting, known)
 
     @torch.no_grad()
-    def _build_index(self, query, key, layout, scale: float):
+    def _build_index(self, query, key, layout, scale: float, documents):
         # Head counts come from the tensors: Megatron rewrites the config when there are fewer key heads than
         # ranks.
         config = self.attention.with_heads(self.tensor_rank * query.size(2))
-        return build_index(config, query, key, layout, self.rings, self.layer, softmax_scale=scale)
+        known = {"softmax_scale": scale, "documents": documents}
+        return build_index(config, query, key, layout, self.rings, self.layer, **known)
 
 
 def attention_rings(pg_collection, world_size: int, *, two_level: bool) -> list:

@@ -95,16 +95,19 @@ class Runs:
             self.done[key] = read_losses(logs)
         return self.done[key]
 
-    def gradients(self, layout: str, attention: str, change: str | None = None) -> dict[str, torch.Tensor]:
+    def gradients(
+        self, layout: str, attention: str, change: str | None = None, flags=()
+    ) -> dict[str, torch.Tensor]:
         """The gradient of every parameter in the first step, whole tensors by checkpoint name."""
-        key = ("gradients", layout, attention, change)
+        key = ("gradients", layout, attention, change, tuple(flags))
         if key not in self.done:
             saved = self.folder / f"step{len(self.done)}"
             step = (
                 f"--optimizer sgd --sgd-momentum 0 --clip-grad 0 --lr {RATE} --min-lr {RATE} --train-iters 1"
             )
             keep = ["--save", str(saved), "--no-save-optim", "--no-save-rng"]
-            self.train(layout, attention, [*step.split(), *keep, "--load", self.initial, *FRESH], change)
+            start = ["--load", self.initial, *FRESH]
+            self.train(layout, attention, [*step.split(), *keep, *start, *flags], change)
             before, after = (read_weights(Path(folder)) for folder in (self.initial, saved))
             self.done[key] = {name: (before[name] - after[name]) / RATE for name in before}
         return self.done[key]

@@ -162,9 +162,40 @@ def _megatron_attention():
     return lambda: setattr(pretrain_qwen, "use_sparse_attention", ours)
 
 
+def _note_losses():
+    """Writes the tokens and the losses of every token of this rank next to the TensorBoard logs."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.training import get_args
+
+    import pretrain_qwen
+
+    next_batch, loss_sum = pretrain_qwen.next_batch, pretrain_qwen.loss_sum
+    batches, noted = [], []
+
+    def noting_batch(*args, **kwargs):
+        batches.append(next_batch(*args, **kwargs))
+        return batches[-1]
+
+    def noting_loss(loss_mask, losses):
+        noted.append((batches[-1]["tokens"], losses.detach()))
+        if parallel_state.get_tensor_model_parallel_rank() == 0:
+            rank = parallel_state.get_context_parallel_rank()
+            torch.save(noted, Path(get_args().tensorboard_dir, f"losses{rank}.pt"))
+        return loss_sum(loss_mask, losses)
+
+    pretrain_qwen.next_batch, pretrain_qwen.loss_sum = noting_batch, noting_loss
+
+    def undo():
+        pretrain_qwen.next_batch, pretrain_qwen.loss_sum = next_batch, loss_sum
+
+    return undo
+
+
 CHANGES = {
     None: _nothing,
     "megatron_rope": _megatron_rope,
     "megatron_attention": _megatron_attention,
+    "note_losses": _note_losses,
     "note_masks": _note_masks,
 }
