@@ -36,6 +36,7 @@ setup(
             "ruff==0.17.6",
             "tiktoken",
         ],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "tools": ["huggingface_hub", "matplotlib", "pyarrow", "tiktoken", "xxhash", "zstandard"],
     },
 )
