@@ -1,15 +1,15 @@
 """Where the documents of packed sequences begin: what inter-document masking is made of.
 
-A token attends only tokens of its own document; docs/DOCUMENTS.md defines it for every attention method. The
-borders are known on the host, once per micro batch; what the layers need of them on a device is made there
-once and kept, so no layer waits for the device.
+A token attends only tokens of its own document; docs/explanation/documents.md says what that means for every
+attention method. The borders are known on the host, once per micro batch; what the layers need of them on a
+device is made there once and kept, so no layer waits for the device.
 
-Two documents in blocks of G = 4 tokens, seen by key tokens of local rows: the second one begins at token 6.
+Two documents, the second from token 6 on, in blocks of G = 4 tokens:
 
-    token      0 1 2 3   4 5 6 7   8 9 10 11
-    document   a a a a   a a b b   b b b  b
-    begins at  0 0 0 0   0 0 6 6   6 6 6  6      begins()
-    block               0         0          1   first_block(): where the document of its first row begins
+    token         0 1 2 3   4 5 6 7   8 9 10 11
+    document      a a a a   a a b b   b b b  b
+    begins        0 0 0 0   0 0 6 6   6 6 6  6
+    first_block   0         0         1           where the document of the block's first token begins
 
 Legend: N tokens of the whole sequence, b batch, s local tokens, m local blocks, G block size.
 """
