@@ -124,6 +124,7 @@ def parse_arguments() -> tuple[Namespace, AttentionConfig]:
     if args.dry_run is not None:
         check_int("--dry-run", args.dry_run, 1)
         os.environ["WORLD_SIZE"] = str(args.dry_run)
+        sys.argv += ["--tensorboard-dir", "", "--wandb-project", ""]  # their writers would leave files
         args.world_size = args.dry_run
     attention = validate(args)
     args = parse_and_validate_args(add_arguments, args_defaults=_derived_defaults(args))
