@@ -1,6 +1,6 @@
 """Does sparse attention learn what dense attention learns? One small model, several methods, one recall task.
 
-    python -m tools.eval.experiment --small --out runs/recall          # 512 tokens, on a CPU
+    python -m tools.eval.experiment --small --out runs/recall          # on a CPU: every part, but too short
     python -m tools.eval.experiment --out runs/recall                  # 8192 tokens, on one GPU
     python -m tools.eval.experiment --out runs/recall --methods minfer --time-limit 540   # a piece of it
 
@@ -42,7 +42,7 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--out", required=True, type=Path, metavar="DIR", help="folder of the experiment")
-    add("--small", action="store_true", help="a setting that a CPU can train in minutes")
+    add("--small", action="store_true", help="a CPU runs every part in minutes, and learns no recall")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="to train now (all)")
     add("--steps", type=int, help="of training, over the setting's; the same for all methods")
     add("--time-limit", type=float, default=float("inf"), help="seconds for this call")

@@ -12,7 +12,7 @@ import numpy
 from tools.data.indexed import id_type, write_index
 from tools.eval.language import FACT, TokenLanguage
 
-RATE = 0.08  # facts that begin at a token of filler: about a fact every fifteen tokens
+RATE = 0.2  # facts that begin at a token of filler: about a fact every seven tokens
 AT_ONCE = 1024  # sequences made together; the loop is over positions
 
 

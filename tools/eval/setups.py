@@ -65,9 +65,10 @@ class Setup:
         return ["--attn-type", method, "--train-attn-config", str(folder / f"{method}.yaml")]
 
 
+# Enough to run every part on a CPU, not to learn recall.
 SMALL = Setup(
-    name="small", length=512, layers=2, hidden=128, heads=4, groups=2, vocabulary=256, batch=16,
-    micro_batch=16, steps=400, warmup=20, lr=3e-3, save_interval=100, samples=40, block=32,
+    name="small", length=512, layers=2, hidden=64, heads=4, groups=2, vocabulary=128, batch=8,
+    micro_batch=8, steps=200, warmup=10, lr=5e-3, save_interval=100, samples=8, block=32,
     minfer=(0.9, 64, 32), local_window=32, moba=(64, 3), xattn=(8, 0.9),
 )  # fmt: skip
 FULL = Setup(
