@@ -62,17 +62,18 @@ def probe_recall(index: SparseIndex, query, key, lse, *, rings: Rings, scale: fl
     """This rank's part of the recall of every head: [h]; the sum over ranks is the mean over batch and probe
     rows.
     """
-    layout, rank, batch = index.layout, index.rank, query.shape[1]
+    layout, rank, documents = index.layout, index.rank, index.documents
     tokens, size = layout.num_tokens, layout.block_size
     probes = min(PROBES, tokens)
-    begins = [0] * batch if index.documents is None else [starts[-1] for starts in index.documents.starts]
+    begins = [0] * query.shape[1] if documents is None else [starts[-1] for starts in documents.starts]
     probe = gather_probe(query, layout, rings, rank, probes)
-    blocks = layout.blocks(rank, query.device) * size
-    mass = [
-        log_mass(rows.contiguous(), keys.contiguous(), blocks, tokens - probes, scale, size, begin)
-        for rows, keys, begin in zip(probe.split(1, 1), key.split(1, 1), begins, strict=True)
-    ]
-    whole = torch.logsumexp(all_gather(torch.cat(mass), rings), 0)
+    where = layout.blocks(rank, query.device) * size, tokens - probes
+    begin = None
+    if documents is not None:  # the last one of every batch entry
+        begin = documents.begins(torch.full((1,), tokens - 1, device=query.device))[:, 0]
+        where = where[0].expand(len(begin), -1).contiguous(), torch.full_like(begin, where[1])
+    mass = log_mass(probe, key, *where, scale, size, begin)
+    whole = torch.logsumexp(all_gather(mass, rings), 0)
     rows, places = probe_rows(layout, rank, probes, query.device)
     kept = torch.exp(lse[..., rows] - whole[..., places]).clamp(max=1)  # rounding alone goes beyond
     inside = [min(probes, tokens - begin) for begin in begins]  # probe rows of the last document

@@ -20,9 +20,8 @@ PROBE = {"last_q": 24, "sink_tokens": 3, "local_window": 5}
 
 
 # None: every sequence is one document.
-PACKED = pytest.mark.parametrize(
-    "borders", [None, [[0, 60, 64, 224, TOKENS], [0, 5, 200, 201, TOKENS]]], ids=["whole", "packed"]
-)
+BORDERS = [[0, 60, 64, 224, TOKENS], [0, 5, 200, 201, TOKENS]]
+PACKED = pytest.mark.parametrize("borders", [None, BORDERS], ids=["whole", "packed"])
 
 
 def tensors(batch):
@@ -80,8 +79,9 @@ def test_moba(on_triton, borders):
     check("moba", {"moba_chunk_size": 64, "moba_topk": 3}, naive, borders)
 
 
-@PACKED
-@pytest.mark.parametrize("threshold", [0.5, 0.9])
+@pytest.mark.parametrize(
+    ("threshold", "borders"), [(0.5, None), (0.9, None), (0.5, BORDERS)], ids=["half", "most", "packed"]
+)
 def test_xattn(on_triton, threshold, borders):
     # Two tokens a cell: scores of blocks reach 16, far above 1.
     naive = {"granularity": BLOCK, "stride": 2, "threshold": threshold}

@@ -21,9 +21,8 @@ RESTART = (MASKING, "--reset-position-ids")
 CASES = {
     "exact": ("cp1", "stripe_ring", (MASKING,)),
     "sparse": ("cp1", "minfer", RESTART),
-    "context": ("cp2", "minfer", (*RESTART, "--micro-batch-size", "2")),
+    "context": ("cp2", "minfer", (*RESTART, "--micro-batch-size", "2", *SELECTIVE)),
     "pipeline": ("cp2pp2", "minfer", (MASKING, *FULL)),
-    "tensor": ("cp2tp2", "stripe_ring", (*RESTART, *SELECTIVE)),
 }
 
 
