@@ -47,20 +47,26 @@ class TokenLanguage:
 
     def next_filler(self, random, last: numpy.ndarray) -> numpy.ndarray:
         """The filler tokens after the filler tokens `last`, of any shape; one in ten is any."""
+        which, leaps, anywhere = self._draws(random, last.shape)
+        return numpy.where(leaps, anywhere, self.successors[last - self.first_filler, which])
+
+    def _draws(self, random, shape) -> tuple[numpy.ndarray, ...]:
+        """Which successor comes, whether any token comes instead, and which."""
         # The k-th successor is half as likely as the one before it.
-        which = numpy.minimum(random.geometric(0.5, last.shape), SUCCESSORS) - 1
-        likely = self.successors[last - self.first_filler, which]
-        return numpy.where(random.random(last.shape) < 0.1, self.any_filler(random, last.shape), likely)
+        which = numpy.minimum(random.geometric(0.5, shape), SUCCESSORS) - 1
+        return which, random.random(shape) < 0.1, self.any_filler(random, shape)
 
     def any_filler(self, random, shape) -> numpy.ndarray:
         """Filler tokens without regard to what stands before them."""
         return random.integers(self.first_filler, self.vocabulary, shape)
 
     def filler(self, random, count: int) -> list[int]:
-        tokens = [self.any_filler(random, ())] if count else []
-        while len(tokens) < count:
-            tokens.append(self.next_filler(random, tokens[-1]))
-        return [int(token) for token in tokens]
+        successors, tokens = self.successors.tolist(), []
+        draws = (drawn.tolist() for drawn in self._draws(random, count))
+        for which, leaps, anywhere in zip(*draws, strict=True):
+            follows = tokens and not leaps
+            tokens.append(successors[tokens[-1] - self.first_filler][which] if follows else anywhere)
+        return tokens
 
     def keys(self, random, count: int) -> list[int]:
         return self._different(random, self.first_key, count)

@@ -116,9 +116,7 @@ def evaluate(words: list[str]) -> dict | None:
             "seed": args.seed,
             **_results(args, loaded, work, vocabulary),
         }
-        groups = loaded.groups
-        last_stage = found["results"] or found["loss"]
-        if not last_stage or groups.tp.rank() or groups.cp.rank() or groups.dp.rank():
+        if not _speaks(loaded) or not (found["results"] or found["loss"]):
             return None
         write(found, args.out)
         return found
@@ -137,11 +135,22 @@ def _results(args: argparse.Namespace, loaded: LoadedModel, work: dict, vocabula
         common = {"length": length, "density": meter.density()}
         if task == "loss":
             bins = loss_by_position(loaded, samples, vocabulary, args.loss_bins)
-            losses += [common | part for part in bins or []]
+            new = [common | part for part in bins or []]
+            losses += new
         else:
             cells = score_samples(loaded, samples, vocabulary, args.batch_size)
-            results += [{"task": task, **common, **cell} for cell in cells or []]
+            new = [{"task": task, **common, **cell} for cell in cells or []]
+            results += new
+        if new and _speaks(loaded):
+            loss = sum(part["loss"] for part in new) / len(new)
+            sys.stderr.write(f"  {task}, {length} tokens: loss {loss:.4f}, density {common['density']:.1%}\n")
     return {"results": results, "loss": losses}
+
+
+def _speaks(loaded: LoadedModel) -> bool:
+    """Whether this rank is the one of its pipeline stage that tells and writes."""
+    groups = loaded.groups
+    return not (groups.tp.rank() or groups.cp.rank() or groups.dp.rank())
 
 
 def _run_arguments(args: argparse.Namespace, flags: list[str]):

@@ -49,10 +49,13 @@ def model(tmp_path_factory):
     write_index(folder / "data.idx", dtype, ones * (LENGTHS[1] + 1), ones)
     words = f"""
         --hf {hf} --data {folder / "data"} --out {folder / "pattern.json"} --recall 0.7 --rows 32 --samples 1
-        --seq-length {LENGTHS[1]} --block-size {BLOCK}
+        --seq-length {LENGTHS[1]} --block-size {BLOCK} --sink-tokens 4 --local-window 20
     """.split()
     run(parse_arguments(words))
-    (folder / "minfer.yaml").write_text(f"pattern_config_name: {folder}/pattern.json\nblock_size: {BLOCK}\n")
+    (folder / "minfer.yaml").write_text(
+        f"pattern_config_name: {folder / 'pattern.json'}\nblock_size: {BLOCK}\n"
+        "sink_tokens: 4\nlocal_window: 20\n"
+    )
     (folder / "dense.yaml").write_text(f"block_size: {BLOCK}\n")
     return made, folder
 
