@@ -20,9 +20,11 @@ from .walk import (
     CHECKED,
     LN_2,
     LOG2_E,
+    documents,
     fit,
     in_registers,
     key_row,
+    late_start,
     lists,
     mask,
     matrix,
@@ -58,17 +60,25 @@ def _softmax_step(scores, v, top, total, acc, qk_scale):
 
 @triton.jit
 def forward_kernel(
-    query, key, value, out, lse, block_count, block_index, limit, visible, qk_scale, m, n, c,
+    query, key, value, out, lse, block_count, block_index, limit, visible, first_slot, first_key,
+    heads, qk_scale, m, n, c,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     DIAGONAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    DOCUMENTS: tl.constexpr = first_key is not None
     key_head, query_head, block, first = row_program(m, GROUP, BLOCK, ROWS)
     row = query_head * m + block
     ids, plain, listed, steps = walk(
         block_count, block_index, limit, row, block, n, COLUMNS, DIAGONAL, BLOCK, TILE
     )
-    behind = n * BLOCK + query_head % GROUP * c - listed * TILE
-    bits = visible + row.to(tl.int64) * (c // 32)
+    columns = n * BLOCK + query_head % GROUP * c
+    late, skipped = late_start(
+        first_key, first_slot, query_head, heads, m * BLOCK, first, n * BLOCK, columns,
+        (steps - listed) * TILE, ROWS, COLUMNS,
+    )  # fmt: skip
+    steps -= skipped // TILE
+    behind = columns + skipped - listed * TILE
+    bits = visible + row.to(tl.int64) * (c // 32) + skipped // 32
 
     q = query.load([first, query_head * D])
     top = tl.full([ROWS], -1e30, tl.float32)
@@ -79,13 +89,15 @@ def forward_kernel(
     # The next row is carried along: with the list read by the iteration that uses it, the loads start late,
     # and the pipeliner allocates two buffers whatever num_stages is.
     at = key_row(ids, 0, listed, behind, BLOCK, TILE)
-    low, high = 0, 0
+    low, high = -1, -1
     if COLUMNS:
         low, high = step_words(bits, 0, listed, steps, TILE)
     for step in range(steps):
         next_at = key_row(ids, step + 1, listed, behind, BLOCK, TILE)
         scores = tl.dot(q, key.load([at, key_head * D]).T, input_precision="ieee")
-        scores = mask(scores, step, plain, listed, at - first, low, high, COLUMNS, DIAGONAL, ROWS, TILE)
+        scores = mask(
+            scores, step, plain, listed, at, first, low, high, late, DOCUMENTS, COLUMNS, DIAGONAL, ROWS, TILE
+        )
         if COLUMNS:
             low, high = step_words(bits, step + 1, listed, steps, TILE)
         v = value.load([at, key_head * D])
@@ -112,18 +124,25 @@ def _dquery_step(q, k, v, do, lse, delta, scores, acc, qk_scale):
 
 @triton.jit
 def dquery_kernel(
-    query, key, value, grad_out, lse, delta, dquery, block_count, block_index, limit, visible, qk_scale,
-    scale, m, n, c,
+    query, key, value, grad_out, lse, delta, dquery, block_count, block_index, limit, visible, first_slot,
+    first_key, heads, qk_scale, scale, m, n, c,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     DIAGONAL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    DOCUMENTS: tl.constexpr = first_key is not None
     key_head, query_head, block, first = row_program(m, GROUP, BLOCK, ROWS)
     row = query_head * m + block
     ids, plain, listed, steps = walk(
         block_count, block_index, limit, row, block, n, COLUMNS, DIAGONAL, BLOCK, TILE
     )
-    behind = n * BLOCK + query_head % GROUP * c - listed * TILE
-    bits = visible + row.to(tl.int64) * (c // 32)
+    columns = n * BLOCK + query_head % GROUP * c
+    late, skipped = late_start(
+        first_key, first_slot, query_head, heads, m * BLOCK, first, n * BLOCK, columns,
+        (steps - listed) * TILE, ROWS, COLUMNS,
+    )  # fmt: skip
+    steps -= skipped // TILE
+    behind = columns + skipped - listed * TILE
+    bits = visible + row.to(tl.int64) * (c // 32) + skipped // 32
 
     q = in_registers(query.load([first, query_head * D]), D)
     do = in_registers(grad_out.load([first, query_head * D]), D)
@@ -133,7 +152,7 @@ def dquery_kernel(
     acc = tl.zeros([ROWS, D], tl.float32)
 
     at = key_row(ids, 0, listed, behind, BLOCK, TILE)
-    low, high = 0, 0
+    low, high = -1, -1
     if COLUMNS:
         low, high = step_words(bits, 0, listed, steps, TILE)
     for step in range(steps):
@@ -141,7 +160,9 @@ def dquery_kernel(
         k = key.load([at, key_head * D])
         v = value.load([at, key_head * D])
         scores = tl.dot(q, k.T, input_precision="ieee")
-        scores = mask(scores, step, plain, listed, at - first, low, high, COLUMNS, DIAGONAL, ROWS, TILE)
+        scores = mask(
+            scores, step, plain, listed, at, first, low, high, late, DOCUMENTS, COLUMNS, DIAGONAL, ROWS, TILE
+        )
         if COLUMNS:
             low, high = step_words(bits, step + 1, listed, steps, TILE)
         acc = _dquery_step(q, k, v, do, row_lse, row_delta, scores, acc, qk_scale)
@@ -170,9 +191,17 @@ def dkey_step(scores, q, v, do, lse, delta, dk, dv, qk_scale):
 
 
 @triton.jit
+def _last_first_key(begins, entry, step, steps, m, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The largest first key of the rows of a step."""
+    row = entry % m * BLOCK + step % (BLOCK // ROWS) * ROWS + ROWS - 1
+    return tl.load(begins + row, mask=step < steps, other=0)
+
+
+@triton.jit
 def dkey_kernel(
-    query, key, value, grad_out, lse, delta, dkey, dvalue, key_count, key_index, qk_scale, scale, m, n,
-    slots, GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    query, key, value, grad_out, lse, delta, dkey, dvalue, key_count, key_index, first_key, heads, qk_scale,
+    scale, m, n, slots,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     DIAGONAL: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // ROWS
@@ -189,6 +218,10 @@ def dkey_kernel(
     dk = tl.zeros([TILE, D], tl.float32)
     dv = tl.zeros([TILE, D], tl.float32)
     entry = tl.load(ids, mask=steps > 0, other=0)
+    begins, bound = None, None
+    if first_key is not None:
+        begins = first_key + (key_head * GROUP // heads).to(tl.int64) * (m * BLOCK)
+        bound = _last_first_key(begins, entry, 0, steps, m, BLOCK, ROWS)
     for step in range(steps):
         next_entry = tl.load(ids + (step + 1) // parts, mask=step + 1 < steps, other=0)
         part = step % parts * ROWS
@@ -200,15 +233,27 @@ def dkey_kernel(
         row_lse = lse.load([(key_head * (GROUP * m) + entry) * BLOCK + part])
         row_delta = delta.load([(key_head * (GROUP * m) + entry) * BLOCK + part])
         scores = tl.dot(k, q.T, input_precision="ieee")
-        if DIAGONAL and query_block == block:
+        if first_key is not None:
+            cut = bound > first
+            if DIAGONAL:
+                cut |= query_block == block
+            if cut:
+                keys, rows = first + tl.arange(0, TILE)[:, None], at + tl.arange(0, ROWS)[None, :]
+                hidden = keys < tl.load(begins + rows)
+                if DIAGONAL:
+                    hidden |= keys > rows
+                scores = tl.where(hidden, float("-inf"), scores)
+        elif DIAGONAL and query_block == block:
             causal = tl.arange(0, TILE)[:, None] <= at - first + tl.arange(0, ROWS)[None, :]
             scores = tl.where(causal, scores, float("-inf"))
         dk, dv = dkey_step(scores, q, v, do, row_lse, row_delta, dk, dv, qk_scale)
         entry = next_entry
+        if first_key is not None:
+            bound = _last_first_key(begins, entry, step + 1, steps, m, BLOCK, ROWS)
 
-    heads = tl.num_programs(0) // tiles
+    key_heads = tl.num_programs(0) // tiles
     rows = first + tl.arange(0, TILE).to(tl.int64)
-    to = rows[:, None] * (heads * D) + key_head * D + tl.arange(0, D)[None, :]
+    to = rows[:, None] * (key_heads * D) + key_head * D + tl.arange(0, D)[None, :]
     tl.store(dkey + to, dk * scale)
     tl.store(dvalue + to, dv)
 
@@ -274,9 +319,9 @@ def backward_key(
     dkey_kernel[(b * g * (t // tile),)](
         matrix(query, rows), matrix(key, tile), matrix(value, tile), matrix(grad_out, rows),
         vector(lse, rows), vector(delta, rows), dkey, dvalue, tiles.key_count, tiles.key_index,
-        qk_scale=scale * LOG2_E, scale=scale, m=s // tiles.block_size, n=t // tiles.block_size,
-        slots=tiles.key_index.shape[-1], GROUP=h // g, D=d, BLOCK=tiles.block_size, ROWS=rows, TILE=tile,
-        DIAGONAL=tiles.diagonal, num_warps=warps, num_stages=stages,
+        **documents(tiles), qk_scale=scale * LOG2_E, scale=scale, m=s // tiles.block_size,
+        n=t // tiles.block_size, slots=tiles.key_index.shape[-1], GROUP=h // g, D=d, BLOCK=tiles.block_size,
+        ROWS=rows, TILE=tile, DIAGONAL=tiles.diagonal, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return dkey, dvalue
 

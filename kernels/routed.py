@@ -6,11 +6,12 @@ order of additions. One launch for all runs would need either a partial result p
 output for 12 chunks a row) or tiles of rows that attend the union of their runs; this way a row is read and
 written once per run, by its bytes 7 % of the forward at most at runs of 4096 keys. dK and dV take one
 launch: a program owns a tile of keys and loops over the rows that were sent to its run, of all query heads
-of its key head.
+of its key head. Rows come in order, so that of several documents the last row of a tile begins last: keys
+from there on take no mask.
 
 How many rows a run has is known on the device only. Grids are as large as it may be, and the programs
 without rows, which come last, leave at once. Beside the results, memory grows by 8 bytes a route in the
-backward.
+backward, 12 with documents.
 
 Legend: as in block_sparse.py; r runs, e routed rows of a head.
 """
@@ -20,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .block_sparse import dkey_step
-from .walk import CHECKED, LN_2, LOG2_E, fit, in_registers, matrix, settle, vector
+from .walk import CHECKED, LN_2, LOG2_E, documents, fit, in_registers, matrix, settle, vector
 
 # Largest tile (queries x keys), warps and pipeline stages, for 16 bits. Measured on an H200, bfloat16, 16
 # query and 2 key heads of size 128, 131072 tokens, 32 runs, 8.9 routes a row (39 TFLOP in the forward), in
@@ -61,9 +62,29 @@ def _places(row, head, heads, D: tl.constexpr):
     return row.to(tl.int64)[:, None] * (heads * D) + (head * D + tl.arange(0, D))[None, :]
 
 
+@triton.jit
+def _first_keys(first_key, row, inside, head, batch_heads, tokens):
+    """The first keys of the rows of a head; 0 for those that are not there."""
+    at = (head // batch_heads).to(tl.int64) * tokens + row
+    return tl.load(first_key + at, mask=inside, other=0)
+
+
+@triton.jit
+def _hide_earlier(
+    scores, at, row_index, head, begin, end, entries, first_key, batch_heads, tokens,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """-inf for the keys from `at` on that lie before the document of their row."""
+    # Read again, as at the end of the kernels: few tiles are cut.
+    row, inside = _rows(row_index, head, begin, end, entries, ROWS)
+    first = _first_keys(first_key, row, inside, head, batch_heads, tokens)
+    return tl.where((at + tl.arange(0, TILE))[None, :] < first[:, None], float("-inf"), scores)
+
+
 @triton.jit(do_not_specialize=["run"])
 def routed_forward_kernel(
-    query, key, value, out, lse, key_start, row_start, row_index, run, runs, heads, tokens, entries, qk_scale,
+    query, key, value, out, lse, key_start, row_start, row_index, first_key, batch_heads, run, runs, heads,
+    tokens, entries, qk_scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head, start, stop, begin, end = _span(key_start, row_start, run, runs, heads, ROWS)
@@ -74,6 +95,9 @@ def routed_forward_kernel(
     before = tl.load(lse + head.to(tl.int64) * tokens + row, mask=inside, other=float("-inf"))
     # The running result is where the online softmax stands: nothing is left to merge at the end.
     seen = before != float("-inf")
+    bound = 0
+    if first_key is not None:
+        bound = tl.max(_first_keys(first_key, row, inside, head, batch_heads, tokens), 0)
     top = tl.where(seen, before * BASE_2, -1e30)
     # Spread over the threads of a row, as long as the loop runs.
     total = tl.where(seen[:, None] & (tl.arange(0, 8) == 0)[None, :], 1.0, 0.0)
@@ -81,6 +105,10 @@ def routed_forward_kernel(
     column = head // GROUP * D
     for at in range(start, stop, TILE):
         scores = tl.dot(q, key.load([at, column]).T, input_precision="ieee")
+        if first_key is not None and at < bound:
+            scores = _hide_earlier(
+                scores, at, row_index, head, begin, end, entries, first_key, batch_heads, tokens, ROWS, TILE
+            )
         v = value.load([at, column])
         new_top = tl.maximum(top, tl.max(scores, 1) * qk_scale)
         p = tl.exp2(scores * qk_scale - new_top[:, None])
@@ -91,14 +119,16 @@ def routed_forward_kernel(
     total = tl.sum(total, 1)
     # Read again: held over the loop, rows and their addresses would take registers from the product.
     row, inside = _rows(row_index, head, begin, end, entries, ROWS)
+    if first_key is not None:  # a row may have seen nothing yet, and nothing here
+        inside &= total != 0
     tl.store(out + _places(row, head, heads, D), acc / total[:, None], mask=inside[:, None])
     tl.store(lse + head.to(tl.int64) * tokens + row, (top + tl.log2(total)) * LN_2, mask=inside)
 
 
 @triton.jit(do_not_specialize=["run"])
 def routed_dquery_kernel(
-    query, key, value, grad_out, lse, delta, dquery, key_start, row_start, row_index, run, runs, heads,
-    tokens, entries, qk_scale, scale,
+    query, key, value, grad_out, lse, delta, dquery, key_start, row_start, row_index, first_key,
+    batch_heads, run, runs, heads, tokens, entries, qk_scale, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     head, start, stop, begin, end = _span(key_start, row_start, run, runs, heads, ROWS)
@@ -109,12 +139,19 @@ def routed_dquery_kernel(
     do = in_registers(tl.load(grad_out + _places(row, head, heads, D)), D)
     row_lse = tl.load(lse + head.to(tl.int64) * tokens + row)
     row_delta = tl.load(delta + head.to(tl.int64) * tokens + row)
+    bound = 0
+    if first_key is not None:
+        bound = tl.max(_first_keys(first_key, row, inside, head, batch_heads, tokens), 0)
     acc = tl.zeros([ROWS, D], tl.float32)
     column = head // GROUP * D
     for at in range(start, stop, TILE):
         k = key.load([at, column])
         v = value.load([at, column])
         scores = tl.dot(q, k.T, input_precision="ieee")
+        if first_key is not None and at < bound:
+            scores = _hide_earlier(
+                scores, at, row_index, head, begin, end, entries, first_key, batch_heads, tokens, ROWS, TILE
+            )
         dp = tl.dot(do, v.T, input_precision="ieee")
         ds = tl.exp2(scores * qk_scale - row_lse[:, None]) * (dp - row_delta[:, None])
         acc = tl.dot(ds.to(k.dtype), k, acc, input_precision="ieee")
@@ -133,10 +170,13 @@ def _place(begin, run, ROWS: tl.constexpr):
 
 @triton.jit
 def in_routed_order_kernel(
-    lse, delta, routed_lse, routed_delta, row_start, row_index, runs, tokens, entries, places,
+    lse, delta, routed_lse, routed_delta, routed_first, row_start, row_index, first_key, batch_heads, runs,
+    tokens, entries, places,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """lse and delta by entry, a run in whole tiles of ROWS: its last tile ends in rows of probability 0."""
+    """lse, delta and first keys by entry, a run in whole tiles of ROWS: its last tile ends in rows of
+    probability 0, whose first key is past all keys.
+    """
     run, head = tl.program_id(1), tl.program_id(2)
     start = tl.load(row_start + head * (runs + 1) + run)
     end = tl.load(row_start + head * (runs + 1) + run + 1)
@@ -150,12 +190,15 @@ def in_routed_order_kernel(
     wanted = entry < tl.cdiv(end - start, ROWS) * ROWS
     tl.store(routed_lse + to, tl.load(lse + at, mask=inside, other=float("inf")), mask=wanted)
     tl.store(routed_delta + to, tl.load(delta + at, mask=inside, other=0.0), mask=wanted)
+    if first_key is not None:
+        first = _first_keys(first_key, row, inside, head, batch_heads, tokens)
+        tl.store(routed_first + to, tl.where(inside, first, 2**30), mask=wanted)
 
 
 @triton.jit
 def routed_dkey_kernel(
-    query, key, value, grad_out, routed_lse, routed_delta, dkey, dvalue, order, run_of, row_start, row_index,
-    runs, key_heads, entries, places, tiles, qk_scale, scale,
+    query, key, value, grad_out, routed_lse, routed_delta, routed_first, dkey, dvalue, order, run_of,
+    row_start, row_index, runs, key_heads, entries, places, tiles, qk_scale, scale,
     GROUP: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     work = tl.load(order + tl.program_id(0))
@@ -173,6 +216,10 @@ def routed_dkey_kernel(
         begin = tl.load(row_start + head * (runs + 1) + run)
         end = tl.load(row_start + head * (runs + 1) + run + 1)
         place = head * places + _place(begin, run, ROWS) - begin
+        bound = None
+        if routed_first is not None:
+            firsts = routed_first + place
+            bound = tl.load(firsts + begin + ROWS - 1, mask=begin < end, other=0)
         for at in range(begin, end, ROWS):
             # Rows are read two steps ahead and what belongs to them one, by the pipeliner: it takes 3 stages.
             row, _ = _rows(row_index, head, at, end, entries, ROWS)
@@ -181,6 +228,12 @@ def routed_dkey_kernel(
             row_lse = routed_lse.load([place + at])
             row_delta = routed_delta.load([place + at])
             scores = tl.dot(k, q.T, input_precision="ieee")
+            if routed_first is not None:
+                if bound > tile * TILE:
+                    keys = tile * TILE + tl.arange(0, TILE)[:, None]
+                    first = tl.load(firsts + at + tl.arange(0, ROWS)[None, :])
+                    scores = tl.where(keys < first, float("-inf"), scores)
+                bound = tl.load(firsts + at + 2 * ROWS - 1, mask=at + ROWS < end, other=0)
             dk, dv = dkey_step(scores, q, v, do, row_lse, row_delta, dk, dv, qk_scale)
     to = _places(tile * TILE + tl.arange(0, TILE), key_head, key_heads, D)
     tl.store(dkey + to, tl.load(dkey + to) + dk * scale)
@@ -196,7 +249,7 @@ def add_forward(query, key, value, out, lse, tiles, scale: float) -> None:
     if not tiles.routes.row_index.numel():
         return
     rows, tile, warps, stages = fit(FORWARD, tiles, query)
-    arguments, runs, grid = _launch(query, key, tiles.routes, rows)
+    arguments, runs, grid = _launch(query, key, tiles, rows)
     matrices = matrix(key, tile), matrix(value, tile)
     for run in range(runs):
         routed_forward_kernel[grid](
@@ -213,7 +266,7 @@ def add_backward_query(grad_out, query, key, value, lse, delta, dquery, tiles, s
     if not tiles.routes.row_index.numel():
         return
     rows, tile, warps, stages = fit(BACKWARD_QUERY, tiles, query)
-    arguments, runs, grid = _launch(query, key, tiles.routes, rows)
+    arguments, runs, grid = _launch(query, key, tiles, rows)
     matrices = matrix(key, tile), matrix(value, tile)
     for run in range(runs):
         routed_dquery_kernel[grid](
@@ -233,17 +286,22 @@ def add_backward_key(grad_out, query, key, value, lse, delta, dkey, dvalue, tile
     places = triton.cdiv(entries + runs * rows, rows) * rows
     routed_lse = torch.empty(b, h, places, dtype=torch.float32, device=key.device)
     routed_delta = torch.empty_like(routed_lse)
+    routed_first = None
+    if tiles.first_key is not None:
+        routed_first = torch.empty(b, h, places, dtype=torch.int32, device=key.device)
     in_routed_order_kernel[(triton.cdiv(min(s, entries), CHUNK), runs, b * h)](
         lse,
         delta,
         routed_lse,
         routed_delta,
+        routed_first,
         row_start,
         row_index,
-        runs,
-        s,
-        entries,
-        places,
+        **_documents(tiles),
+        runs=runs,
+        tokens=s,
+        entries=entries,
+        places=places,
         ROWS=rows,
         CHUNK=CHUNK,
     )
@@ -254,15 +312,22 @@ def add_backward_key(grad_out, query, key, value, lse, delta, dkey, dvalue, tile
     order = torch.argsort(length[:, run_of].flatten(), descending=True, stable=True).int()
     routed_dkey_kernel[(b * g * len(first),)](
         query, matrix(key, tile), matrix(value, tile), grad_out, vector(routed_lse, rows),
-        vector(routed_delta, rows), dkey, dvalue, order, run_of, row_start, row_index, runs=runs,
-        key_heads=b * g, entries=entries, places=places, tiles=len(first), qk_scale=scale * LOG2_E,
-        scale=scale, GROUP=h // g, D=d, ROWS=rows, TILE=tile, num_warps=warps, num_stages=stages,
+        vector(routed_delta, rows), routed_first, dkey, dvalue, order, run_of, row_start, row_index,
+        runs=runs, key_heads=b * g, entries=entries, places=places, tiles=len(first),
+        qk_scale=scale * LOG2_E, scale=scale, GROUP=h // g, D=d, ROWS=rows, TILE=tile, num_warps=warps,
+        num_stages=stages,
     )  # fmt: skip
 
 
-def _launch(query, key, routes, rows: int):
+def _documents(tiles) -> dict:
+    """walk.documents, where `heads` are those of all batch entries."""
+    return {"first_key": tiles.first_key, "batch_heads": documents(tiles)["heads"]}
+
+
+def _launch(query, key, tiles, rows: int):
     """Arguments that the kernels share, the number of runs, and the grid that is enough for any run."""
     (s, b, h, d), g = query.shape, key.shape[2]
-    runs, entries = len(routes.key_start) - 1, routes.row_index.shape[-1]
+    runs, entries = len(tiles.routes.key_start) - 1, tiles.routes.row_index.shape[-1]
     shared = {"runs": runs, "heads": b * h, "tokens": s, "entries": entries, "GROUP": h // g, "D": d}
+    shared |= _documents(tiles)
     return shared, runs, (triton.cdiv(min(s, entries), rows) * b * h,)

@@ -24,12 +24,14 @@ class Columns(NamedTuple):
     visible  int32 [b, h, m, c / 32], a bit per slot (slot 32 * w + i is bit i of word w): whether every row
              of the query block attends the column. It does when the column lies in an earlier block and no
              tile of the step covers it already; bits of slots past `limit` are 0.
+    first_slot  int32 [b, h, s] or None: what Tiles.first_key is among the columns; the kernels derive it
     """
 
     index: torch.Tensor
     count: torch.Tensor
     limit: torch.Tensor
     visible: torch.Tensor
+    first_slot: torch.Tensor | None = None
 
 
 class Routes(NamedTuple):
@@ -144,5 +146,5 @@ def _kernels(backend: str, query: torch.Tensor, tiles: Tiles | None = None):
         raise ValueError(f"backend {chosen!r} needs tensors on a GPU; these are on {query.device}. Use auto")
     from . import rectangle, triton_backend  # only where they can run: importing them needs Triton
 
-    dense = backend == "auto" and tiles is not None and tiles.rectangle is not None
-    return rectangle if dense else triton_backend
+    dense = tiles is not None and tiles.rectangle is not None and tiles.first_key is None
+    return rectangle if dense and backend == "auto" else triton_backend

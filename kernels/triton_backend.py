@@ -75,8 +75,8 @@ def with_key_lists(tiles, key):
 
 
 def _check(query, key, tiles, scale: float):
-    """The tiles, without columns where there are no slots for any."""
-    (s, _, h, d), (t, _, g, _), size = query.shape, key.shape, tiles.block_size
+    """The tiles, without columns where there are no slots for any, else with what documents hide of them."""
+    (s, b, h, d), (t, _, g, _), size = query.shape, key.shape, tiles.block_size
     if query.dtype not in DTYPES or d not in HEAD_DIMS:
         raise ValueError(
             f"the Triton kernels take float16, bfloat16 or float32 and head sizes {HEAD_DIMS}, "
@@ -91,5 +91,12 @@ def _check(query, key, tiles, scale: float):
         raise ValueError(
             f"{h} query heads must be a multiple of {g} key heads, and the scale {scale} positive"
         )
-    empty = tiles.columns is not None and not tiles.columns.index.shape[-1]
-    return tiles._replace(columns=None) if empty else tiles
+    first_key = tiles.first_key
+    if first_key is not None and (first_key.dtype != torch.int32 or first_key.shape != (b, s)):
+        raise ValueError(
+            f"first_key is {first_key.dtype} {list(first_key.shape)}; it must be int32 [{b}, {s}], a key for "
+            "every row of every batch entry"
+        )
+    if tiles.columns is not None and not tiles.columns.index.shape[-1]:
+        tiles = tiles._replace(columns=None)
+    return vertical.with_first_slots(tiles)

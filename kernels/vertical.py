@@ -25,8 +25,8 @@ SMALLEST_CHUNK = 16  # query blocks; the parts of shorter chunks cost more to wr
 
 @triton.jit
 def dcolumn_kernel(
-    query, keys, values, grad_out, lse, delta, dkeys, dvalues, first_block, visible, qk_scale, scale,
-    m, chunk, c,
+    query, keys, values, grad_out, lse, delta, dkeys, dvalues, first_block, last_block, visible, first_slot,
+    qk_scale, scale, m, chunk, c,
     GROUP: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     parts: tl.constexpr = BLOCK // ROWS
@@ -37,6 +37,8 @@ def dcolumn_kernel(
     part = tl.num_programs(2) - 1 - tl.program_id(2)
     end = tl.minimum((part + 1) * chunk, m)
     begin = tl.maximum(part * chunk, tl.load(first_block + query_head * tl.num_programs(0) + tile))
+    if first_slot is not None:
+        end = tl.minimum(end, tl.load(last_block + query_head * tl.num_programs(0) + tile))
     at = query_head % GROUP * c + tile * TILE
     k = keys.load([at, key_head * D])
     v = values.load([at, key_head * D])
@@ -53,7 +55,11 @@ def dcolumn_kernel(
         row_lse = lse.load([query_head * (m * BLOCK) + row])
         row_delta = delta.load([query_head * (m * BLOCK) + row])
         scores = tl.dot(k, q.T, input_precision="ieee")
-        scores = tl.where(seen(low, high, TILE)[:, None], scores, float("-inf"))
+        shown = seen(low, high, TILE)[:, None]
+        if first_slot is not None:
+            slot = tl.where(shown, tile * TILE + tl.arange(0, TILE)[:, None], -1)
+            shown = slot >= first_slot.load([query_head * (m * BLOCK) + row])[None, :]
+        scores = tl.where(shown, scores, float("-inf"))
         dk, dv = dkey_step(scores, q, v, do, row_lse, row_delta, dk, dv, qk_scale)
         low, high = next_low, next_high
     row = (part * tl.num_programs(1) + query_head).to(tl.int64) * c + tile * TILE + tl.arange(0, TILE)
@@ -112,16 +118,14 @@ def add_column_gradients(dkey, dvalue, grad_out, query, gathered, rows, tiles, s
     chunk = triton.cdiv(m, chunks)
     chunks = triton.cdiv(m, chunk)
 
-    starts = torch.arange(tile_count, dtype=torch.int32, device=query.device) * tile
-    sees = columns.limit[:, :, None, :] > starts[:, None]
-    first_block = torch.where(sees.any(-1), sees.int().argmax(-1), m).int()
+    first_slot = None if columns.first_slot is None else vector(columns.first_slot, q_rows)
     parts = torch.empty(2, chunks, b, h, c, d, dtype=torch.float32, device=query.device)
     keys, values = (tensor[t:] for tensor in gathered)
     lse, delta = rows
     dcolumn_kernel[(tile_count, b * h, chunks)](
         matrix(query, q_rows), matrix(keys, tile), matrix(values, tile), matrix(grad_out, q_rows),
-        vector(lse, q_rows), vector(delta, q_rows), parts[0], parts[1], first_block, columns.visible,
-        qk_scale=scale * LOG2_E, scale=scale,
+        vector(lse, q_rows), vector(delta, q_rows), parts[0], parts[1], *_query_blocks(tiles, tile),
+        columns.visible, first_slot, qk_scale=scale * LOG2_E, scale=scale,
         m=m, chunk=chunk, c=c, GROUP=h // g, D=d, BLOCK=size, ROWS=q_rows, TILE=tile,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
@@ -139,6 +143,31 @@ def add_column_gradients(dkey, dvalue, grad_out, query, gathered, rows, tiles, s
         ROWS=32,
         num_warps=4,
     )
+
+
+def _query_blocks(tiles, tile: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The query blocks that may see a tile of columns: int32 [b, h, c / tile], from the first block, m where
+    there is none, to the block past the last; None where that is m for all.
+    """
+    limit, first_slot = tiles.columns.limit[:, :, None], tiles.columns.first_slot
+    starts = torch.arange(0, tiles.columns.index.shape[-1], tile, dtype=torch.int32, device=limit.device)
+    sees = limit > starts[:, None]
+    if first_slot is not None:
+        sees &= first_slot[:, :, None, :: tiles.block_size] < starts[:, None] + tile
+    first = torch.where(sees.any(-1), sees.int().argmax(-1), sees.shape[-1]).int()
+    return first, None if first_slot is None else first + sees.sum(-1, dtype=torch.int32)
+
+
+def with_first_slots(tiles):
+    """`tiles` with the first slot of every row in its columns, where documents cut them."""
+    columns, first_key = tiles.columns, tiles.first_key
+    if columns is None or first_key is None:
+        return tiles
+    slots = torch.arange(columns.index.shape[-1], device=columns.index.device)
+    keys = torch.where(slots < columns.count[..., None], columns.index, 2**31 - 1)
+    rows = first_key[:, None].expand(-1, columns.index.shape[1], -1).contiguous()
+    first_slot = torch.searchsorted(keys, rows, out_int32=True)
+    return tiles._replace(columns=columns._replace(first_slot=first_slot))
 
 
 def _slot_of(columns, t: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Compiles the kernels for Hopper without a GPU: no spilled registers, no serialised matrix products.
+"""Compiles the kernels for Hopper without a GPU: no spilled tiles, no serialised matrix products.
 
     python tests/kernels/test_compile.py        prints registers, shared memory and warnings of every kernel
     as JSON
@@ -25,9 +25,10 @@ import torch
 ROOT = Path(__file__).parents[2]
 # ptxas: "wgmma serialized" (C7510, C7512, C7514, C7515): right results at half the speed, or less.
 SERIALISED = ("C7510", "C7511", "C7512", "C7513", "C7514", "C7515", "serializ")
-SPILLED_BYTES = 32
+RELOADED_WORDS = 5  # of a thread, in an iteration
 SHARED_BYTES = 227 * 1024  # of a multiprocessor, what one program can take
-PAIRED = ("forward_kernel", "dkey_kernel", "dcolumn_kernel")  # two programs share a multiprocessor
+# Two programs share a multiprocessor.
+PAIRED = ("forward_kernel", "dkey_kernel", "dcolumn_kernel", "routed_forward_kernel", "routed_dkey_kernel")
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +50,20 @@ def test_every_kernel_is_compiled(report):
         "dcolumn_kernel",
         "add_columns_kernel",
         "row_delta_kernel",
+        "routed_forward_kernel",
+        "routed_dquery_kernel",
+        "routed_dkey_kernel",
+        "in_routed_order_kernel",
+        "cell_mass_kernel",
+        "block_scores_kernel",
     }
 
 
 def test_no_spilled_tiles(report):
-    """A few counters and addresses may spill, of which a loop reads a word or two; no part of a tile may."""
-    assert [entry for entry in report if entry["spilled_bytes"] > SPILLED_BYTES] == []
+    """A few counters and addresses may spill, of which a loop reads some words; no part of a tile may."""
+    for entry in report:
+        assert entry["reloaded_words"] <= RELOADED_WORDS, entry
+        assert entry["wgmma"] or not entry["spilled_bytes"], entry
 
 
 def test_no_serialised_products(report):
@@ -67,14 +76,14 @@ def test_operands_in_registers_stay(report):
     ptxas 12.8 gives those registers away where the head size is 64 (see in_registers): no warning, wrong dQ.
     """
     for entry in report:
-        if entry["kernel"] == "dquery_kernel" and "d 128" in entry["case"]:
+        if entry["kernel"].endswith("dquery_kernel") and "d 128" in entry["case"]:
             assert entry["kept_operands"] == 16, entry
 
 
 def test_matrix_units_and_copy_engine(report):
     """wgmma for every product and, in the loops, loads by the tensor memory accelerator."""
     for entry in report:
-        if entry["kernel"] in ("add_columns_kernel", "row_delta_kernel"):
+        if entry["kernel"] in ("add_columns_kernel", "row_delta_kernel", "in_routed_order_kernel"):
             continue
         assert entry["wgmma"] > 0 and entry["mma"] == 0, entry
         assert entry["tma"] > 0, entry
@@ -94,8 +103,6 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import JITFunction, create_function_from_signature
-
-    from megatron_mtrain.kernels import triton_backend
 
     target = GPUTarget("cuda", 90, 32)
     backend = make_backend(target)
@@ -118,27 +125,73 @@ def main() -> None:
     JITFunction.run = compile_only
     both = (False, True)
     cases = (*itertools.product((64, 128), (8,), both, both), (128, 1, True, True))
-    for head_dim, group, diagonal, columns in cases:
-        case = f"d {head_dim}, group {group}, diagonal {diagonal}, columns {columns}"
-        _step(triton_backend, head_dim, group, diagonal, columns)
+    cut = (*itertools.product((128,), (8,), both, both), (64, 8, True, True))
+    for documents, settings in ((False, cases), (True, cut)):
+        for head_dim, group, diagonal, columns in settings:
+            case = (
+                f"d {head_dim}, group {group}, diagonal {diagonal}, columns {columns}, documents {documents}"
+            )
+            _step(head_dim, group, diagonal, columns, documents)
+    for head_dim, documents in ((128, False), (128, True), (64, True)):
+        case = f"d {head_dim}, documents {documents}"
+        _routed(head_dim, documents)
+    for documents in both:
+        case = f"d 128, documents {documents}"
+        _antidiagonal(128, documents)
     json.dump(report, sys.stdout, indent=1)
 
 
-def _step(backend, head_dim: int, group: int, diagonal: bool, columns: bool) -> None:
+BLOCKS, TOKENS = 16, 16 * 128
+
+
+def _tensors(head_dim: int, group: int):
+    query = torch.zeros(TOKENS, 1, 2 * group, head_dim, dtype=torch.bfloat16)
+    return query, torch.zeros(TOKENS, 1, 2, head_dim, dtype=torch.bfloat16)
+
+
+def _zeros(*shape):
+    return torch.zeros(1, *shape, dtype=torch.int32)
+
+
+def _step(head_dim: int, group: int, diagonal: bool, columns: bool, documents: bool) -> None:
+    from megatron_mtrain.kernels import triton_backend
     from megatron_mtrain.kernels.tiles import Columns, Tiles
 
-    m, c = 16, 64
-    query = torch.zeros(m * 128, 1, 2 * group, head_dim, dtype=torch.bfloat16)
-    key = torch.zeros(m * 128, 1, 2, head_dim, dtype=torch.bfloat16)
-    lse = torch.zeros(1, 2 * group, m * 128)
+    query, key = _tensors(head_dim, group)
+    h, c = 2 * group, 64
+    lists = _zeros(h, BLOCKS), _zeros(h, BLOCKS, BLOCKS)
+    gathered = (
+        Columns(_zeros(h, c), _zeros(h), _zeros(h, BLOCKS), _zeros(h, BLOCKS, c // 32)) if columns else None
+    )
+    tiles = Tiles(*lists, diagonal, 128, gathered, first_key=_zeros(TOKENS) if documents else None)
+    triton_backend.attend(query, key, key, tiles, 0.1)
+    lse = torch.zeros(1, h, TOKENS)
+    triton_backend.attend_backward(query, query, key, key, query.float(), lse, tiles, 0.1)
 
-    def zeros(*shape):
-        return torch.zeros(1, 2 * group, *shape, dtype=torch.int32)
 
-    gathered = Columns(zeros(c), zeros(), zeros(m), zeros(m, c // 32)) if columns else None
-    tiles = Tiles(zeros(m), zeros(m, m), diagonal, 128, gathered)
-    backend.attend(query, key, key, tiles, 0.1)
-    backend.attend_backward(query, query, key, key, query.float(), lse, tiles, 0.1)
+def _routed(head_dim: int, documents: bool) -> None:
+    from megatron_mtrain.kernels import routed
+    from megatron_mtrain.kernels.tiles import Routes, Tiles
+
+    query, key = _tensors(head_dim, 8)
+    routes = Routes(torch.tensor([0, TOKENS], dtype=torch.int32), _zeros(16, 2), _zeros(16, TOKENS))
+    tiles = Tiles(_zeros(16, BLOCKS), _zeros(16, BLOCKS, 1), True, 128, routes=routes)
+    if documents:
+        tiles = tiles._replace(first_key=_zeros(TOKENS))
+    lse = torch.zeros(1, 16, TOKENS)
+    routed.add_forward(query, key, key, query.float(), lse, tiles, 0.1)
+    rows = query, query, key, key, lse, lse
+    routed.add_backward_key(*rows, key.float(), key.float(), tiles, 0.1)
+    routed.add_backward_query(*rows, query.float(), tiles, 0.1)
+
+
+def _antidiagonal(head_dim: int, documents: bool) -> None:
+    from megatron_mtrain.kernels import antidiagonal
+
+    query, key = _tensors(head_dim, 8)
+    blocks, cells = torch.arange(BLOCKS), _zeros(TOKENS // 16) if documents else None
+    mass = antidiagonal.cell_mass_on_triton(query, key, blocks, blocks, 16, 0.1, cells)
+    antidiagonal.block_scores_on_triton(query, key, blocks, blocks, mass, 16, 0.1, cells)
 
 
 @functools.cache
@@ -153,6 +206,7 @@ def _assemble(ptx: str) -> dict:
         log = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         command = [knobs.nvidia.cuobjdump.path, "-sass", binary]
         machine = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    loop = _loop(machine)
     words = log.replace(",", " ").split()
     return {
         "registers": int(words[words.index("Used") + 1]),
@@ -161,12 +215,13 @@ def _assemble(ptx: str) -> dict:
         "wgmma": ptx.count("wgmma.mma_async"),
         "mma": ptx.count("mma.sync"),
         "tma": ptx.count("cp.async.bulk.tensor"),
-        "kept_operands": _kept_operands(machine),
+        "reloaded_words": _reloaded_words(loop),
+        "kept_operands": _kept_operands(loop),
     }
 
 
-def _kept_operands(machine: str) -> int:
-    """Products in the smallest loop that has any whose left operand's registers the loop never writes."""
+def _loop(machine: str) -> list[str]:
+    """The instructions of the smallest loop that has any products."""
     code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", machine)]
     loops = []
     for at, text in code:
@@ -175,9 +230,19 @@ def _kept_operands(machine: str) -> int:
             body = [line for place, line in code if start <= place <= at]
             if any("HGMMA" in line for line in body):
                 loops.append(body)
-    body = min(loops, key=len, default=[])
+    return min(loops, key=len, default=[])
+
+
+def _reloaded_words(loop: list[str]) -> int:
+    """Spilled words that the loop reads, branches included."""
+    loads = [line for line in loop if re.search(r"\bLDL\b", line)]
+    return sum(4 if ".128" in line else 2 if ".64" in line else 1 for line in loads)
+
+
+def _kept_operands(loop: list[str]) -> int:
+    """Products of the loop whose left operand's registers it never writes."""
     written = set()
-    for line in body:
+    for line in loop:
         target = re.match(r"(?:@!?U?P\w+ )?(\S+) R(\d+)", line)
         if target and not target[1].startswith(("ST", "RED", "R2UR")):
             size = re.search(r"HGMMA\.64x(\d+)", line)
@@ -188,7 +253,7 @@ def _kept_operands(machine: str) -> int:
                     int(target[2]) + (width if size or re.search(r"\.(64|128|WIDE)", target[1]) else 1),
                 )
             )
-    operands = [int(found[1]) for line in body if (found := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line))]
+    operands = [int(found[1]) for line in loop if (found := re.search(r"HGMMA\S* R\d+, R(\d+), gdesc", line))]
     return sum(not written & set(range(first, first + 4)) for first in operands)
 
 

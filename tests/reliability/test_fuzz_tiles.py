@@ -9,6 +9,8 @@ from megatron_mtrain.kernels.merge import merge
 from megatron_mtrain.kernels.reference import unpack_bits
 from megatron_mtrain.kernels.select import select
 from megatron_mtrain.kernels.tile_lists import Slashes, list_by_key, list_by_query, list_columns
+from megatron_mtrain.kernels.tiles import Tiles
+from megatron_mtrain.kernels.vertical import with_first_slots
 from tests.oracle import _select
 from tests.reliability.draws import SEEDS, fuzz
 
@@ -73,6 +75,26 @@ def test_columns():
                 assert columns.limit[0, h, i] == sum(d > 0 for d in distances)
 
     fuzz(700, check, world_size=SMALL, many=SMALL, size=SMALL, source=SMALL, density=SMALL, seed=SEEDS)
+
+
+def test_first_slots():
+    """What a row's first key is among the columns of every head, whatever the keys and their number."""
+
+    def check(batch, blocks, size, rows, density, seed):
+        selected = draw_mask(seed, batch, 2, blocks * size, density=density)
+        order = torch.arange(blocks)
+        slashes = Slashes(draw_mask(seed, batch, 2, blocks, density=density), order, order)
+        columns = list_columns(selected, slashes, size, int(selected.sum(-1).max()))
+        first_key = torch.randint(0, blocks * size + 1, (batch, rows), generator=generator(seed)).int()
+        tiles = Tiles(*list_by_query(slashes), True, size, columns, first_key=first_key.sort(-1).values)
+        first_slot = with_first_slots(tiles).columns.first_slot
+        for b in range(batch):
+            for h in range(2):
+                wanted = [int(selected[b, h, :first].sum()) for first in tiles.first_key[b].tolist()]
+                assert first_slot[b, h].tolist() == wanted
+
+    sizes = {"batch": st.integers(1, 2), "blocks": SMALL, "size": SMALL, "rows": SMALL}
+    fuzz(500, check, **sizes, density=st.integers(0, 4), seed=SEEDS)
 
 
 def test_selection():
