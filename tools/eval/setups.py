@@ -9,7 +9,8 @@ from pathlib import Path
 class Setup:
     """A model, its training, and the settings of the sparse methods, all in tokens where not said.
 
-    The budgets are a quarter of the sequence or less, so that a method has to choose.
+    Budgets are small, so that a method has to choose. A slash costs up to two block distances, of which a
+    sequence has length / block.
     """
 
     name: str
@@ -68,11 +69,11 @@ class Setup:
 # Enough to run every part on a CPU, not to learn recall.
 SMALL = Setup(
     name="small", length=512, layers=2, hidden=64, heads=4, groups=2, vocabulary=128, batch=8,
-    micro_batch=8, steps=200, warmup=10, lr=5e-3, save_interval=100, samples=8, block=32,
-    minfer=(0.9, 64, 32), local_window=32, moba=(64, 3), xattn=(8, 0.9),
+    micro_batch=8, steps=200, warmup=10, lr=2e-3, save_interval=100, samples=8, block=32,
+    minfer=(0.9, 64, 3), local_window=32, moba=(64, 3), xattn=(8, 0.9),
 )  # fmt: skip
 FULL = Setup(
     name="full", length=8192, layers=6, hidden=512, heads=8, groups=4, vocabulary=2048, batch=8,
     micro_batch=8, steps=1000, warmup=50, lr=1e-3, save_interval=250, samples=40, block=128,
-    minfer=(0.95, 1024, 512), local_window=128, moba=(512, 4), xattn=(16, 0.9),
+    minfer=(0.95, 1024, 10), local_window=128, moba=(512, 4), xattn=(16, 0.9),
 )  # fmt: skip
