@@ -113,3 +113,25 @@ def check_counts(mask, values) -> None:
     assert torch.equal(values["slashes"], whole.sum(-1).double().mean(0))
     outside = (blocks & ~whole[..., None]).sum((-1, -2)).double().mean(0)
     assert (values["columns"] >= outside).all() and (values["columns"] <= 20 + PROBE["sink_tokens"]).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "minfer", "moba", "xattn"])
+def test_a_sample_never_waits_for_the_gpu(tmp_path, kind):
+    fields = dict(FIELDS[kind])
+    if kind == "minfer":
+        fields["pattern_config_name"] = write_pattern(tmp_path / "pattern.json", [[FIXED] * HEADS])
+    config = AttentionConfig.from_dict(kind, fields)
+    layout = make_layout(config.layout, TOKENS, 1, config.block_size)
+    tensors = Case(kind, fields, TOKENS, BATCH, HEADS, GROUPS, head_size=32).tensors(0)[:3]
+    query, key, value = (tensor.to("cuda", torch.bfloat16) for tensor in tensors)
+    index = build_index(config, query, key, layout, [], 0)
+    _, lse = ring_forward(query, key, value, index, Setting([], SCALE, "auto", Passes(0)))
+    taken = [index, (now(), now()), query, key, lse]
+    first = sample(*taken, rings=[], scale=SCALE)  # compiles kernels and copies what layers share
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = sample(*taken, rings=[], scale=SCALE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(again.by_head, first.by_head, equal_nan=True)
