@@ -15,9 +15,11 @@ Fixed budgets are numbers of columns and slashes, so search at the length that y
 
 import argparse
 import json
+import logging
 import shlex
 import sys
 import time
+import warnings
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -181,8 +183,11 @@ def _tell(layer: int, layers: int, heads: list, begin: float) -> None:
 def main() -> None:
     """Runs the command line; what the user can mend ends in one line and exit code 1."""
     args = parse_arguments()
+    logging.disable(logging.WARNING)  # of libraries, about GPUs and fused kernels that are not there
     try:
-        found = run(args)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = run(args)
     except (ValueError, OSError, DataError) as error:
         sys.exit(f"search_pattern: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
