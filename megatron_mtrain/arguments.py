@@ -4,10 +4,10 @@ import importlib.util
 import os
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -59,8 +59,11 @@ class AttentionArguments:
     dry_run: int | None = None
     """Check the arguments for that many processes, say what they mean, and exit: no launcher, no GPU."""
 
-    log_attention: bool = True
-    """Leave out density, recall, imbalance, tokens a second, MFU ... of every logged step (telemetry.py)."""
+    log_attention: bool = field(
+        default=True,
+        metadata={"argparse_meta": {"action": BooleanOptionalAction, "arg_names": ["--log-attention"]}},
+    )
+    """Tell density, recall, imbalance, tokens a second, MFU ... of every logged step (the default)."""
 
     log_ring_timing: bool = False
     """In logged steps, time what every step of the ring computes and waits, forward and backward."""
