@@ -113,10 +113,10 @@ class Telemetry:
         if writer := get_tensorboard_writer():
             for tag, number in numbers.items():
                 writer.add_scalar(tag, number, iteration)
-            for name in ("density", "recall") if self.attention else ():
-                writer.add_tensor(
-                    f"attention/by_head/{name}", totals.by_head[METRICS.index(name)].float(), iteration
-                )
+            for name in ("density", "recall"):
+                if f"attention/{name}/mean" in numbers:
+                    by_head = totals.by_head[METRICS.index(name)].float()
+                    writer.add_tensor(f"attention/by_head/{name}", by_head, iteration)
         if wandb := get_wandb_writer():
             wandb.log(numbers, iteration)
 
