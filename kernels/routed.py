@@ -19,9 +19,10 @@ Legend: as in block_sparse.py; r runs, e routed rows of a head.
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .block_sparse import dkey_step
-from .walk import CHECKED, LN_2, LOG2_E, documents, fit, in_registers, matrix, settle, vector
+from .walk import CHECKED, LN_2, LOG2_E, documents, fit, in_registers, matrix, settle
 
 # Largest tile (queries x keys), warps and pipeline stages, for 16 bits. Measured on an H200, bfloat16, 16
 # query and 2 key heads of size 128, 131072 tokens, 32 runs, 8.9 routes a row (39 TFLOP in the forward), in
@@ -215,18 +216,18 @@ def routed_dkey_kernel(
         head = key_head * GROUP + member
         begin = tl.load(row_start + head * (runs + 1) + run)
         end = tl.load(row_start + head * (runs + 1) + run + 1)
-        place = head * places + _place(begin, run, ROWS) - begin
+        place = _place(begin, run, ROWS) - begin
         bound = None
         if routed_first is not None:
-            firsts = routed_first + place
+            firsts = routed_first + head.to(tl.int64) * places + place
             bound = tl.load(firsts + begin + ROWS - 1, mask=begin < end, other=0)
         for at in range(begin, end, ROWS):
             # Rows are read two steps ahead and what belongs to them one, by the pipeliner: it takes 3 stages.
             row, _ = _rows(row_index, head, at, end, entries, ROWS)
             q = tl.load(query + _places(row, head, heads, D))
             do = tl.load(grad_out + _places(row, head, heads, D))
-            row_lse = routed_lse.load([place + at])
-            row_delta = routed_delta.load([place + at])
+            row_lse = tl.reshape(routed_lse.load([head, place + at]), [ROWS])
+            row_delta = tl.reshape(routed_delta.load([head, place + at]), [ROWS])
             scores = tl.dot(k, q.T, input_precision="ieee")
             if routed_first is not None:
                 if bound > tile * TILE:
@@ -311,12 +312,17 @@ def add_backward_key(grad_out, query, key, value, lse, delta, dkey, dvalue, tile
     length = torch.nn.functional.pad(row_start.diff().view(b * g, -1, runs).sum(1), (0, 1))
     order = torch.argsort(length[:, run_of].flatten(), descending=True, stable=True).int()
     routed_dkey_kernel[(b * g * len(first),)](
-        query, matrix(key, tile), matrix(value, tile), grad_out, vector(routed_lse, rows),
-        vector(routed_delta, rows), routed_first, dkey, dvalue, order, run_of, row_start, row_index,
+        query, matrix(key, tile), matrix(value, tile), grad_out, _by_head(routed_lse, rows),
+        _by_head(routed_delta, rows), routed_first, dkey, dvalue, order, run_of, row_start, row_index,
         runs=runs, key_heads=b * g, entries=entries, places=places, tiles=len(first),
         qk_scale=scale * LOG2_E, scale=scale, GROUP=h // g, D=d, ROWS=rows, TILE=tile, num_warps=warps,
         num_stages=stages,
     )  # fmt: skip
+
+
+def _by_head(tensor, rows: int) -> TensorDescriptor:
+    """[b, h, e] read in pieces of `rows` entries of a head: all heads together may have more than 2^31."""
+    return TensorDescriptor.from_tensor(tensor.view(-1, tensor.shape[-1]), [1, rows])
 
 
 def _documents(tiles) -> dict:

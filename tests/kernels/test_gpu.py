@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron_mtrain.kernels import reference
-from megatron_mtrain.kernels.tiles import Tiles
+from megatron_mtrain.kernels.tiles import Routes, Tiles
 
 from .checks import exact
+from .conftest import Step
 
 triton_backend = pytest.importorskip("megatron_mtrain.kernels.triton_backend", reason="needs Triton")
 pytestmark = pytest.mark.gpu
@@ -108,3 +109,31 @@ def test_more_than_2_31_elements():
     for made, wanted in zip((out, *grads), (right, *right_grads), strict=True):
         error = (made[-2 * 128 :].double() - wanted[-2 * 128 :]).norm() / wanted[-2 * 128 :].norm()
         assert error <= 4 * 2.0**-8
+
+
+def test_more_than_2_31_routes():
+    """The lists of all heads pass 2^31 entries; what follows a list's few rows is undefined.
+
+    Every row of the second block is sent to the first: the same as if it listed it.
+    """
+    heads, entries = 9, 2**28
+
+    def draw_tensor():
+        return torch.randn(256, 1, heads, 64, device="cuda").to(BF16)
+
+    def lists(*rows):
+        index = torch.tensor(rows, dtype=torch.int32, device="cuda")
+        return index.expand(1, heads, *index.shape).contiguous()
+
+    sent = torch.empty(1, heads, entries, dtype=torch.int32, device="cuda")
+    sent[..., :128] = torch.arange(128, 256, dtype=torch.int32, device="cuda")
+    routes = Routes(lists(0, 128, 256)[0, 0].contiguous(), lists(0, 128, 128), sent)
+    routed = Tiles(lists(1, 1), lists([0], [1]), True, 128, routes=routes)
+    tensors = [draw_tensor() for _ in range(4)]
+    truth = exact(Step(*tensors, Tiles(lists(1, 2), lists([0, 0], [0, 1]), True, 128)), 0.1)
+    query, key, value, grad_out = tensors
+    made = triton_backend.attend(query, key, value, routed, 0.1)
+    rows = truth[0].float(), truth[1].float()
+    made += triton_backend.attend_backward(grad_out, query, key, value, *rows, routed, 0.1)
+    for actual, wanted in zip(made, truth, strict=True):
+        assert (actual.double() - wanted).norm() <= 4 * 2.0**-8 * wanted.norm()
