@@ -6,8 +6,8 @@ kernels without atomics, so two runs agree in every bit: dQ walks the forward's 
 dV the transposed list of a key block, which holds all query heads of its key head: nothing is left to reduce.
 
 A list is walked in tiles of TILE keys (walk.py). Columns (vertical.py) are rows behind the keys, and a tile
-of columns is one more step of the same walk. Only the scores of column tiles and of the tiles on the diagonal
-are masked.
+of columns is one more step of the same walk. Only the scores of column tiles, of the tiles on the diagonal
+and of those that the document of a row cuts are masked.
 
 Legend: as in walk.py.
 """
