@@ -23,7 +23,7 @@ def check(scores, share, cap):
     assert torch.equal(select_by_threshold(scores, share, cap), expected)
 
 
-@pytest.mark.parametrize("length", [100, 1024, 5000])
+@pytest.mark.parametrize("length", [100, 2500])
 def test_random_mass_and_number(length):
     scores = torch.rand(6, length) ** 8
     scores /= scores.sum(-1, keepdim=True)
