@@ -24,7 +24,6 @@ from .walk import (
     fit,
     in_registers,
     key_row,
-    late_start,
     lists,
     mask,
     matrix,
@@ -67,18 +66,10 @@ def forward_kernel(
 ):  # fmt: skip
     DOCUMENTS: tl.constexpr = first_key is not None
     key_head, query_head, block, first = row_program(m, GROUP, BLOCK, ROWS)
-    row = query_head * m + block
-    ids, plain, listed, steps = walk(
-        block_count, block_index, limit, row, block, n, COLUMNS, DIAGONAL, BLOCK, TILE
-    )
-    columns = n * BLOCK + query_head % GROUP * c
-    late, skipped = late_start(
-        first_key, first_slot, query_head, heads, m * BLOCK, first, n * BLOCK, columns,
-        (steps - listed) * TILE, ROWS, COLUMNS,
+    ids, plain, listed, steps, behind, bits, late = walk(
+        block_count, block_index, limit, visible, first_slot, first_key, heads, query_head, block, first,
+        m, n, c, COLUMNS, DIAGONAL, GROUP, BLOCK, ROWS, TILE,
     )  # fmt: skip
-    steps -= skipped // TILE
-    behind = columns + skipped - listed * TILE
-    bits = visible + row.to(tl.int64) * (c // 32) + skipped // 32
 
     q = query.load([first, query_head * D])
     top = tl.full([ROWS], -1e30, tl.float32)
@@ -131,18 +122,10 @@ def dquery_kernel(
 ):  # fmt: skip
     DOCUMENTS: tl.constexpr = first_key is not None
     key_head, query_head, block, first = row_program(m, GROUP, BLOCK, ROWS)
-    row = query_head * m + block
-    ids, plain, listed, steps = walk(
-        block_count, block_index, limit, row, block, n, COLUMNS, DIAGONAL, BLOCK, TILE
-    )
-    columns = n * BLOCK + query_head % GROUP * c
-    late, skipped = late_start(
-        first_key, first_slot, query_head, heads, m * BLOCK, first, n * BLOCK, columns,
-        (steps - listed) * TILE, ROWS, COLUMNS,
+    ids, plain, listed, steps, behind, bits, late = walk(
+        block_count, block_index, limit, visible, first_slot, first_key, heads, query_head, block, first,
+        m, n, c, COLUMNS, DIAGONAL, GROUP, BLOCK, ROWS, TILE,
     )  # fmt: skip
-    steps -= skipped // TILE
-    behind = columns + skipped - listed * TILE
-    bits = visible + row.to(tl.int64) * (c // 32) + skipped // 32
 
     q = in_registers(query.load([first, query_head * D]), D)
     do = in_registers(grad_out.load([first, query_head * D]), D)

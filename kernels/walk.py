@@ -104,25 +104,7 @@ def row_program(m, GROUP: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr)
 
 
 @triton.jit
-def walk(
-    block_count, block_index, limit, row, block, n,
-    COLUMNS: tl.constexpr, DIAGONAL: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """What a query block walks: its list, and its steps: those without a mask, of listed blocks, and all."""
-    ids = block_index + row.to(tl.int64) * n
-    count = tl.load(block_count + row)
-    listed = count * (BLOCK // TILE)
-    plain = listed
-    if DIAGONAL:
-        plain -= (tl.load(ids + count - 1, mask=count > 0, other=-1) == block).to(tl.int32) * (BLOCK // TILE)
-    steps = listed
-    if COLUMNS:
-        steps += tl.cdiv(tl.load(limit + row), TILE)
-    return ids, plain, listed, steps
-
-
-@triton.jit
-def late_start(
+def _late_start(
     first_key, first_slot, query_head, heads, tokens, first, keys, columns, slots,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -141,6 +123,36 @@ def late_start(
             skipped = tl.minimum(tl.load(slot_begins), slots) // 64 * 64
         late = (begins, tl.load(begins + ROWS - 1), slot_begins, keys, columns)
     return late, skipped
+
+
+@triton.jit
+def walk(
+    block_count, block_index, limit, visible, first_slot, first_key, heads, query_head, block, first, m, n, c,
+    COLUMNS: tl.constexpr, DIAGONAL: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What the ROWS rows from `first` on walk: their list; their steps without a mask, of listed blocks, and
+    all; `behind` of key_row, where the bits of their columns begin, and `late` of mask.
+    """
+    row = query_head * m + block
+    ids = block_index + row.to(tl.int64) * n
+    count = tl.load(block_count + row)
+    listed = count * (BLOCK // TILE)
+    plain = listed
+    if DIAGONAL:
+        plain -= (tl.load(ids + count - 1, mask=count > 0, other=-1) == block).to(tl.int32) * (BLOCK // TILE)
+    steps = listed
+    if COLUMNS:
+        steps += tl.cdiv(tl.load(limit + row), TILE)
+    columns = n * BLOCK + query_head % GROUP * c
+    late, skipped = _late_start(
+        first_key, first_slot, query_head, heads, m * BLOCK, first, n * BLOCK, columns,
+        (steps - listed) * TILE, ROWS, COLUMNS,
+    )  # fmt: skip
+    steps -= skipped // TILE
+    behind = columns + skipped - listed * TILE
+    bits = visible + row.to(tl.int64) * (c // 32) + skipped // 32
+    return ids, plain, listed, steps, behind, bits, late
 
 
 @triton.jit
